@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from llama_ft.data import build_demo, cache_dir  # noqa: E402
 from llama_ft.data.smollm2 import build_smollm2  # noqa: E402
-from llama_ft.training.objectives.distill import most_likely, top_k_divergence  # noqa: E402
+from llama_ft.training.objectives.distill import top_k_divergence  # noqa: E402
+from llama_ft.training.objectives.teacher import most_likely  # noqa: E402
 
 FLAGS = (
     "--dataset demo --max_samples 600 --validation 0.1 --context_length 256 --batch_size_training 4 "

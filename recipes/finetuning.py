@@ -49,7 +49,6 @@ def main(**flags: str) -> None:
             return
         config = setup.config
         ranks = setup.ranks
-        resumed = setup.resumed
         memory = setup.memory
         objective = build_objective(config)
 
@@ -99,21 +98,15 @@ def main(**flags: str) -> None:
         # With activation_checkpointing=auto, wait for the planner's choice; else it plans while
         # weights are loaded.
         config = setup.plan_memory(config, folder, new_tokens, dataset, batches)
-        # For dpo, ipo and kto; else this does nothing. The reference is the model with its adapter
-        # off, or log-probabilities computed once: by --reference_model here, or below by the model
-        # itself before step 1.
         request = models.ModelRequest(
             config, folder, model_config, new_tokens, with_images=dataset.images is not None
         )
-        reference = training.ReferencePass(objective, request, tokenizer, dataset, layout, ranks)
-        if resumed is not None:
-            reference.load(resumed.folder, resumed.run)
-        reference.score_with_other_model(build_model, memory, setup.unfinished)
-        # --objective distill: store the teacher's most likely tokens, and free it
-        teacher = training.TeacherPass(
-            objective, config, tokenizer, dataset, layout, vocabulary, ranks
-        )
-        teacher.prepare(build_model, memory, resumed.run if resumed else None, setup.unfinished)
+        # Some objectives need numbers of another model, which is freed before this one is built.
+        if first_pass := objective.first_pass(config):
+            samples = training.PassInputs(
+                request, tokenizer, dataset, layout, ranks, setup.resumed_folders, setup.unfinished
+            )
+            first_pass.prepare(samples, build_model, memory)
         built = build_model(request, ranks, memory)
         memory.leave()  # ends the phase "load"
         if layout.is_packed:
@@ -125,8 +118,8 @@ def main(**flags: str) -> None:
             )
 
         with open_run(setup, config, inputs, batches, built, parts) as run:
-            reference.complete(built, run.directory)
-            teacher.keep(run.directory)
+            if first_pass:
+                first_pass.complete(built, run.directory)
             train(run, built, objective)
             if config.checkpoint.save_model:
                 export(run, built, tokenizer)

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, models, training
-from llama_ft.config import Config, PreferenceConfig
-from llama_ft.config.home import expanded
+from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch, StepBatches
 from llama_ft.export import save_dtype
 from llama_ft.models.base.attention_kernels import AMPERE, T4
@@ -30,9 +29,7 @@ from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from llama_ft.plan.types import Peak, Plan, PlanRequest, Recipe
 from llama_ft.runtime import Ranks, Target, computing_on, log_off
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
-from llama_ft.training.objectives.reference import StoredReference, reference_config, score_examples
-from llama_ft.training.objectives.teacher import most_likely_of, teacher_config
-from llama_ft.training.objectives.teacher_file import stored_bytes
+from llama_ft.training.objectives.first_pass import FirstPass
 
 QUICK_LAYERS = (3, 5)
 # Memory that the CUDA allocator reserves, over allocated memory. Simulations of it for 11 plans of 1B
@@ -64,49 +61,21 @@ def predict(request: PlanRequest, recipe: Recipe, quick: bool = False) -> Plan:
         )
         plan_with = partial(_plan_with, request, recipe)
         plan = _plan_quickly(plan_with, model_config, request.config, quick)
-        for first in passes_before(request.config, recipe.build_objective(request.config)):
-            plan = _with_pass(plan, first, request, recipe.build_model, quick)
-        if request.config.preference.objective == "distill":
-            size = request.config.preference.distill_top_k
-            per_token = stored_bytes(0, 1, size)
-            total = stored_bytes(*request.samples, size) if request.samples else 0
-            plan = dataclasses.replace(plan, teacher_bytes_per_token=per_token, teacher_bytes=total)
+        first_pass = recipe.build_objective(request.config).first_pass(request.config)
+        if first_pass is not None:
+            if first_pass.needs_other_model():
+                plan = _with_pass(plan, first_pass, request, recipe.build_model, quick)
+            plan = dataclasses.replace(
+                plan,
+                teacher_bytes_per_token=first_pass.bytes_per_token(),
+                teacher_bytes=first_pass.bytes_of(*request.samples) if request.samples else 0,
+            )
         return plan
 
 
 def _has_images(request: PlanRequest) -> bool:
     """Return whether the parts for images are built."""
     return request.images is not None or models.trains_images(request.config.model)
-
-
-class FirstPass(NamedTuple):
-    """A pass of another model over the samples, before the run's own is built: its settings, the
-    flag that names it, and what it computes of a micro-batch."""
-
-    config: Config
-    flag: str
-    compute: Callable[[models.BuiltModel, Batch, Ranks], object]
-
-
-def passes_before(config: Config, objective: training.Objective) -> list[FirstPass]:
-    """Return the passes of a run: of --reference_model, or of --teacher_model unless its file
-    exists."""
-    asked = config.preference
-    if asked.objective == "distill":
-        file = asked.teacher_file
-        if asked.teacher_model is None or (file and expanded(file).exists()):
-            return []
-        return [FirstPass(teacher_config(config), "--teacher_model", partial(_teach, asked))]
-    is_stored = isinstance(getattr(objective, "reference", None), StoredReference)
-    if asked.reference_model is None or not is_stored:
-        return []
-    return [FirstPass(reference_config(config), "--reference_model", score_examples)]
-
-
-def _teach(asked: PreferenceConfig, built: models.BuiltModel, batch: Batch, ranks: Ranks) -> object:
-    built.model.eval()
-    size = asked.distill_top_k
-    return most_likely_of(built, batch, size, asked.distill_temperature, None, ranks.device)
 
 
 def _plan_quickly(
@@ -126,17 +95,17 @@ def _plan_quickly(
 
 def _with_pass(
     plan: Plan,
-    first: FirstPass,
+    first_pass: FirstPass,
     request: PlanRequest,
     build_model: models.BuildModel,
     quick: bool,
 ) -> Plan:
     """Return the plan with the peaks of a pass where they are higher."""
-    config = first.config
-    folder = models.local_folder(config.model.model_name, first.flag, weights=False)
+    config = first_pass.config
+    folder = models.local_folder(config.model.model_name, first_pass.flag, weights=False)
     model_config = models.load_model_config(folder, config.model.trust_remote_code)
     asked = dataclasses.replace(request, config=config, folder=folder, new_tokens=None)
-    plan_with = partial(_pass_plan, asked, build_model, plan, first)
+    plan_with = partial(_pass_plan, asked, build_model, plan, first_pass)
     planned = _plan_quickly(plan_with, model_config, config, quick)
     peaks = {peak.phase: peak for peak in plan.peaks}
     for peak in planned.peaks:
@@ -155,7 +124,7 @@ def _pass_plan(
     request: PlanRequest,
     build_model: models.BuildModel,
     of_run: Plan,
-    first: FirstPass,
+    first_pass: FirstPass,
     layers: int | None,
 ) -> Plan:
     """Plan a pass of a model over the samples: frozen, without gradients."""
@@ -176,7 +145,7 @@ def _pass_plan(
         built = build_model(asked, ranks, tracker)
         tracker.watch(built)
         tracker.enter("evaluation")
-        first.compute(built, batch, ranks)
+        first_pass.compute(built, batch, ranks)
     peaks = [tracker.peaks["load"], tracker.peaks["evaluation"]]
     largest = max(peak.bytes for peak in peaks)
     is_cuda = request.device == "cuda"
@@ -218,6 +187,8 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
             fake_pixels(validation, config, "cuda")
         step_flops = _step_flops(config, model, batch, request.target_share)
         objective = recipe.build_objective(config)
+        if first_pass := objective.first_pass(config):
+            first_pass.fill_for_plan()
         optimizer = _build_optimizer(model, config, tracker)
         loop = training.LoopState(config, training.TrainState(config.train).scale, None, tracker)
         step = _step_of(batch, config)

@@ -79,6 +79,11 @@ class Setup:
     recipes: Path
     started_at: float
 
+    @property
+    def resumed_folders(self) -> tuple[Path, ...]:
+        """Directories of the checkpoint and of the run that are resumed; none for a new run."""
+        return () if self.resumed is None else (self.resumed.folder, self.resumed.run)
+
     def choose_kernels(self, config: Config, model_config: PretrainedConfig) -> Config:
         """Log the fused kernels, and return the settings with use_liger resolved. A resumed run
         keeps its choice."""

@@ -19,10 +19,9 @@ from llama_ft.training.objectives.base import (
     target_examples,
     target_losses,
 )
-from llama_ft.training.objectives.reference import ReferencePass
+from llama_ft.training.objectives.first_pass import PassInputs
 from llama_ft.training.objectives.reward import set_pad_token
 from llama_ft.training.objectives.sft import SupervisedFineTuning
-from llama_ft.training.objectives.teacher import TeacherPass
 from llama_ft.training.optimizer import (
     build_optimizer,
     check_own_optimizer,

@@ -11,7 +11,8 @@ from training.objectives.test_preferences import FILLER, batch, made
 from llama_ft.config import Config, PreferenceConfig
 from llama_ft.data import Batch
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
-from llama_ft.training.objectives.distill import Distillation, most_likely, top_k_divergence
+from llama_ft.training.objectives.distill import Distillation, top_k_divergence
+from llama_ft.training.objectives.teacher import most_likely
 
 VOCABULARY = 50
 TARGETS = 9

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,8 +18,9 @@ from llama_ft.data import Batch, BatchLayout, DataRequest, collate, prepare
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models import BuiltModel, ModelRequest, use_packed_attention
 from llama_ft.phases import NULL_MONITOR
-from llama_ft.training import build_objective
-from llama_ft.training.objectives.reference import ReferencePass, StoredReference, check_same_tokens
+from llama_ft.training import PassInputs, build_objective
+from llama_ft.training.objectives.first_pass import check_same_tokens
+from llama_ft.training.objectives.reference import ReferencePass, StoredReference
 
 FINGERPRINT = {"model": "abc", "dataset": "def", "precision": "fp32"}
 
@@ -140,7 +142,7 @@ def test_a_reference_model_scores_all_examples_and_is_freed(
         validation="0.3",
     )
     config = Config(model=ModelConfig(model_name=str(tiny_model)), preference=settings, data=data)
-    objective = build_objective(config)
+    objective: Any = build_objective(config)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     dataset = prepare(
         data,
@@ -150,8 +152,10 @@ def test_a_reference_model_scores_all_examples_and_is_freed(
     )
     request = ModelRequest(config, tiny_model, AutoConfig.from_pretrained(tiny_model))
     layout = BatchLayout(data_size=1, data_rank=0, micro_batch=4, pack_length=64)
-    scoring = ReferencePass(objective, request, tokenizer, dataset, layout, runtime)
-    scoring.score_with_other_model(build_model, NULL_MONITOR)
+    inputs = PassInputs(request, tokenizer, dataset, layout, runtime)
+    scoring = objective.first_pass(config)
+    assert scoring is not None
+    scoring.prepare(inputs, build_model, NULL_MONITOR)
     assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)
     for samples in (dataset.train, dataset.validation):
         assert samples is not None
@@ -164,15 +168,14 @@ def test_a_reference_model_scores_all_examples_and_is_freed(
     scoring.complete(BuiltModel(made(0)), tmp_path)
     # of an attempt that ended before its first checkpoint
     count = len(parameters)
-    again = build_objective(config)
-    scoring = ReferencePass(again, request, tokenizer, dataset, layout, runtime)
-    scoring.score_with_other_model(build_model, NULL_MONITOR, tmp_path)
+    again: Any = build_objective(config)
+    inputs = replace(inputs, unfinished=tmp_path)
+    ReferencePass(config, again.reference).prepare(inputs, build_model, NULL_MONITOR)
     assert len(parameters) == count
     batch = collate(samples, range(len(samples)), 0)
     assert found.equal(again.reference.log_probabilities(BuiltModel(made(0)), batch, runtime))
     config.quantization.mode = "8bit"
-    scoring = ReferencePass(again, request, tokenizer, dataset, layout, runtime)
-    scoring.score_with_other_model(build_model, NULL_MONITOR, tmp_path)
+    ReferencePass(config, again.reference).prepare(inputs, build_model, NULL_MONITOR)
     assert len(parameters) > count
 
 

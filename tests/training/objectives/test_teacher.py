@@ -2,6 +2,7 @@
 Transformers."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from plain_losses import load_model, write_tokenized
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from llama_ft.config import Config, DataConfig, ModelConfig, PreferenceConfig
 from llama_ft.data import BatchLayout, DataRequest, collate, prepare
 from llama_ft.errors import RunFailure
+from llama_ft.models import BuiltModel, ModelRequest
 from llama_ft.phases import NULL_MONITOR
-from llama_ft.training import TeacherPass, build_objective
+from llama_ft.training import PassInputs, build_objective
 from llama_ft.training.objectives.distill import Distillation
 
 
@@ -58,8 +60,10 @@ def test_a_teacher_is_freed_and_its_most_likely_tokens_are_found_in_any_batch(
     request = DataRequest(context_length=32, want_validation=False, examples=objective.examples)
     dataset = prepare(config.data, tokenizer, request, cache=tmp_path)
     layout = BatchLayout(data_size=1, data_rank=0, micro_batch=2, pack_length=32)
-    teaching = TeacherPass(objective, config, tokenizer, dataset, layout, 301, runtime)
-    teaching.prepare(build_model, NULL_MONITOR, None)
+    model = ModelRequest(config, tiny_model, AutoConfig.from_pretrained(tiny_model))
+    inputs = PassInputs(model, tokenizer, dataset, layout, runtime, unfinished=tmp_path)
+    teaching = objective.first_pass(config)
+    teaching.prepare(replace(inputs, unfinished=None), build_model, NULL_MONITOR)
     assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)
 
     assert dataset.train is not None and objective.teacher is not None
@@ -79,7 +83,7 @@ def test_a_teacher_is_freed_and_its_most_likely_tokens_are_found_in_any_batch(
     batch.input_ids[1, 2] += 1
     with pytest.raises(RunFailure, match=r"rows\.jsonl:1: .* of this sample are not stored"):
         objective.teacher.of(batch)
-    teaching.keep(tmp_path)
+    teaching.complete(BuiltModel(load_model(tied_model)), tmp_path)
     assert (tmp_path / "teacher.safetensors").exists()
     assert not list((tmp_path / "teachers").iterdir())
 
@@ -88,13 +92,10 @@ def test_a_teacher_is_freed_and_its_most_likely_tokens_are_found_in_any_batch(
 
     again = build_objective(config)
     assert isinstance(again, Distillation)
-    TeacherPass(again, config, tokenizer, dataset, layout, 301, runtime).prepare(
-        build_none, NULL_MONITOR, None, unfinished=tmp_path
-    )
+    again.first_pass(config).prepare(inputs, build_none, NULL_MONITOR)
     assert again.teacher is not None
     batch.input_ids[1, 2] -= 1
     assert again.teacher.of(batch)[1].equal(log_probabilities)
     config.train.precision = "bf16_mixed"
-    other = TeacherPass(again, config, tokenizer, dataset, layout, 301, runtime)
     with pytest.raises(AssertionError, match="runs again"):
-        other.prepare(build_none, NULL_MONITOR, None, unfinished=tmp_path)
+        again.first_pass(config).prepare(inputs, build_none, NULL_MONITOR)

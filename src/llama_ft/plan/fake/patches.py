@@ -15,7 +15,6 @@ from transformers.integrations import hub_kernels
 
 from llama_ft.errors import UserError
 from llama_ft.phases import MemoryCategory
-from llama_ft.training.objectives.reference import AdapterOff, StoredReference
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
@@ -119,7 +118,4 @@ def _fake_tensor_patches() -> list[Any]:
         # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
         # operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
-        # Planned as a forward pass in each step: a pass of the same model holds no more. Another
-        # model's is planned by itself.
-        patch.object(StoredReference, "log_probabilities", AdapterOff.log_probabilities),
     ]

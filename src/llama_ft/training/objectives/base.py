@@ -26,6 +26,7 @@ from llama_ft.models.base.transformers_private import marked
 from llama_ft.models.computing.chunked_loss import LossFunction, cross_entropy
 from llama_ft.runtime import Ranks, current_target, sent
 from llama_ft.training.image_inputs import image_arguments
+from llama_ft.training.objectives.first_pass import FirstPass
 
 PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
 
@@ -99,6 +100,11 @@ class Objective(ABC):
     ) -> None:
         """Change the config of the model, before it is built, and the tokenizer. `vocabulary`: rows
         of its embeddings; None: unknown."""
+
+    def first_pass(self, config: Config) -> FirstPass | None:
+        """Return the pass of a model over all samples that the run needs before training, or None.
+        `config`: the settings with kernels and activation checkpointing as they were chosen."""
+        return None
 
     @abstractmethod
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:

@@ -15,7 +15,6 @@ Source: G. Hinton and others, Distilling the knowledge in a neural network, 2015
 of the squared temperature.
 """
 
-import math
 from typing import Any, cast
 
 import torch
@@ -34,6 +33,7 @@ from llama_ft.training.objectives.base import (
     target_losses,
     with_router_loss,
 )
+from llama_ft.training.objectives.teacher import AnyTeacher, TeacherPass
 from llama_ft.training.objectives.teacher_file import TeacherFile
 
 
@@ -100,16 +100,6 @@ class TopKDivergence(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None, None
 
 
-def most_likely(
-    logits: torch.Tensor, count: int, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most likely tokens, int64 [targets, count], and their log-probabilities, float32
-    [targets, count], of logits [targets, vocab]."""
-    scaled = logits.float() / temperature
-    values, token_ids = scaled.topk(count, dim=-1)
-    return token_ids, values - scaled.logsumexp(-1, keepdim=True)
-
-
 class Distillation(Objective):
     """Next-token prediction mixed with the divergence from a teacher's stored probabilities. The
     validation loss is the plain cross-entropy. See `Objective`.
@@ -121,15 +111,18 @@ class Distillation(Objective):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         settings = self.config.preference
-        self.teacher: TeacherFile | None = None
+        self.teacher: TeacherFile | AnyTeacher | None = None
         self._weight = settings.distill_weight
         self._temperature = settings.distill_temperature
-        self._size = settings.distill_top_k
 
     @staticmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
         """See `Objective`. A sample is one example."""
         return one_example(sample, sample_format, encoder)
+
+    def first_pass(self, config: Config) -> TeacherPass:
+        """See `Objective`."""
+        return TeacherPass(config, self)
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`. It counts loss tokens."""
@@ -138,7 +131,8 @@ class Distillation(Objective):
             return with_router_loss(LossSum(losses, batch.target_tokens), balance, built)
         labels = shifted_labels(batch)
         host_targets = labels[labels != IGNORED]
-        host_ids, host_log_p = self._of_teacher(batch, len(host_targets))
+        assert self.teacher is not None  # filled by `first_pass`
+        host_ids, host_log_p = self.teacher.of(batch)
         targets = sent(host_targets, ranks.device)
         token_ids = sent(host_ids, ranks.device)
         log_p = sent(host_log_p, ranks.device)
@@ -155,11 +149,3 @@ class Distillation(Objective):
 
         losses, balance = target_losses(built, batch, ranks.device, mixed_loss, is_numbered=True)
         return with_router_loss(LossSum(losses, batch.target_tokens), balance, built)
-
-    def _of_teacher(self, batch: Batch, targets: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the teacher has stored for a micro-batch, see `TeacherFile.of`. A plan has no
-        teacher: any numbers take as much memory."""
-        if self.teacher is not None:
-            return self.teacher.of(batch)
-        token_ids = torch.arange(self._size).expand(targets, self._size)
-        return token_ids, torch.full((targets, self._size), -math.log(self._size))

@@ -27,7 +27,12 @@ from llama_ft.training.objectives.base import (
     target_losses,
     with_router_loss,
 )
-from llama_ft.training.objectives.reference import build_reference, score_examples
+from llama_ft.training.objectives.first_pass import FirstPass
+from llama_ft.training.objectives.reference import (
+    build_reference,
+    reference_pass,
+    score_examples,
+)
 
 
 class Kto(Objective):
@@ -41,6 +46,10 @@ class Kto(Objective):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.reference = build_reference(self.config)
+
+    def first_pass(self, config: Config) -> FirstPass | None:
+        """See `Objective`."""
+        return reference_pass(config, self.reference)
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts samples. Examples of even number are samples, each followed by

@@ -39,7 +39,8 @@ from llama_ft.training.objectives.base import (
     targets_per_example,
     with_router_loss,
 )
-from llama_ft.training.objectives.reference import build_reference
+from llama_ft.training.objectives.first_pass import FirstPass
+from llama_ft.training.objectives.reference import Reference, build_reference, reference_pass
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
 
@@ -108,12 +109,16 @@ class Preferences(Objective):
         self._loss = LOSSES[settings.objective]
         self._is_mean = settings.objective in ("simpo", "orpo")
         has_reference = settings.entry.first_pass is not None
-        self.reference = build_reference(self.config) if has_reference else None
+        self.reference: Reference | None = build_reference(self.config) if has_reference else None
 
     @staticmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
         """See `Objective`; the chosen response comes first."""
         return two_examples(sample, sample_format, encoder)
+
+    def first_pass(self, config: Config) -> FirstPass | None:
+        """See `Objective`."""
+        return reference_pass(config, self.reference)
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts pairs. Examples of even number are chosen responses, each

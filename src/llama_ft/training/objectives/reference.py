@@ -12,7 +12,6 @@ padded, on any rank.
 """
 
 import dataclasses
-import gc
 import hashlib
 import json
 import time
@@ -25,15 +24,12 @@ import safetensors.torch
 import torch
 import xxhash
 from safetensors import safe_open
-from transformers import PreTrainedTokenizerBase
 
 from llama_ft import models
-from llama_ft.config import Config, PeftConfig, needs_first_pass
+from llama_ft.config import Config, needs_first_pass
 from llama_ft.config.objectives import REFERENCE
 from llama_ft.data import (
     Batch,
-    BatchLayout,
-    TokenizedData,
     collate,
     evaluation_batches,
     example_lengths,
@@ -42,11 +38,11 @@ from llama_ft.data import (
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters.lora import adapter_off
-from llama_ft.models.base.source import listed
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, log, sent
-from llama_ft.training.objectives.base import Objective, example_log_probabilities, target_losses
+from llama_ft.training.objectives.base import example_log_probabilities, target_losses
+from llama_ft.training.objectives.first_pass import FirstPass, PassInputs
 
 SECONDS_BETWEEN_LINES = 30.0
 # tensors of the file
@@ -79,6 +75,13 @@ class AdapterOff:
 def build_reference(config: Config) -> Reference:
     """Return the reference of a run. A stored one is filled before training."""
     return StoredReference() if needs_first_pass(config) else AdapterOff()
+
+
+def reference_pass(config: Config, reference: Reference | None) -> "ReferencePass | None":
+    """Return the pass that fills a reference, if it is stored."""
+    if isinstance(reference, StoredReference):
+        return ReferencePass(config, reference)
+    return None
 
 
 @torch.no_grad()
@@ -117,9 +120,14 @@ def example_key(input_ids: numpy.ndarray, labels: numpy.ndarray, images: bytes =
 
 class StoredReference:
     """Log-probabilities of examples from `compute` or `load`: 12 bytes per example, on every
-    rank."""
+    rank.
+
+    Attributes:
+        is_planned: nothing is stored, because this is a plan: they are computed in each step.
+    """
 
     def __init__(self) -> None:
+        self.is_planned = False
         # sorted by key
         self._keys = numpy.zeros(1, numpy.int64)
         self._sums = numpy.zeros(1, numpy.float32)
@@ -129,6 +137,8 @@ class StoredReference:
 
     def log_probabilities(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """See `Reference`. Raises RunFailure if an example was not scored before."""
+        if self.is_planned:
+            return AdapterOff().log_probabilities(built, batch, ranks)
         keys = example_keys(batch)
         sums = numpy.zeros(len(batch.example_lengths), numpy.float32)  # 0 of a filler
         # Without the last key, the result is at most the last index, also for larger keys.
@@ -221,71 +231,92 @@ def checksum_of(keys: numpy.ndarray, sums: numpy.ndarray, fingerprint: dict[str,
     return digest.hexdigest()
 
 
-def reference_config(config: Config) -> Config:
-    """Return the settings with which --reference_model is built: the run's, without an adapter."""
-    name = config.preference.reference_model or config.model.model_name
-    model = dataclasses.replace(config.model, model_name=name, freeze_layers=False)
-    return dataclasses.replace(config, model=model, peft=PeftConfig())
-
-
-class ReferencePass:
-    """Fills the `StoredReference` of an objective. If it has none, the methods do nothing.
+class ReferencePass(FirstPass):
+    """Fills the `StoredReference` of an objective: with --reference_model, or else by the model
+    itself before step 1. See `FirstPass`.
 
     Args:
-        objective: of the run.
-        request: the settings, and the directory of the model that is fine-tuned.
-        tokenizer: of the run.
-        dataset: the data; every example is scored.
-        layout: of this rank's micro-batches in training.
-        ranks: the ranks; all of them call every method together.
+        config: the settings of the run.
+        stored: the reference that it fills.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        request: models.ModelRequest,
-        tokenizer: PreTrainedTokenizerBase,
-        dataset: TokenizedData,
-        layout: BatchLayout,
-        ranks: Ranks,
-    ) -> None:
-        config = request.config
-        reference = getattr(objective, "reference", None)
-        self._stored = reference if isinstance(reference, StoredReference) else None
-        self._config = config
-        self._tokenizer = tokenizer
-        self._dataset = dataset
-        self._ranks = ranks
-        self._layout = layout
-        self._other = config.preference.reference_model
-        if self._other is not None and dataset.images is not None:
-            raise UserError(
-                "--reference_model: not supported if samples have images. Leave it out: the reference "
-                "is then the model before training."
-            )
-        self._fingerprint = dict[str, Any](dataset.fingerprints())
-        template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
-        self._fingerprint |= {"chat_template": template, "precision": config.train.precision}
-        self._fingerprint["quantization"] = config.quantization.mode
-        if self._stored is not None and self._other is None:
-            self._fingerprint["model"] = models.fingerprint(request.folder)
+    title = "Reference"
+    flag = "--reference_model"
+
+    def __init__(self, config: Config, stored: StoredReference) -> None:
+        super().__init__(config, config.preference.reference_model, config.quantization)
+        self._stored = stored
         # A resumed run has the same; the attempt of a run that ended before its first checkpoint may
         # have had others.
         whole = dataclasses.asdict(config)
         own = [config.train.seed, whole["model"], whole["peft"], whole["quantization"]]
         described = json.dumps(own, sort_keys=True)
         self._settings = {"settings": hashlib.sha256(described.encode()).hexdigest()}
+        self._fingerprint = dict[str, Any]()  # everything that determines the numbers
         self._is_complete = False  # all examples have their numbers
 
-    def load(self, *folders: Path) -> None:
+    def compute(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
+        """See `FirstPass`."""
+        return score_examples(built, batch, ranks)
+
+    def fill_for_plan(self) -> None:
+        """See `FirstPass`. The forward pass of the same model in each step holds at least as much
+        as stored numbers; another model is planned by itself."""
+        self._stored.is_planned = True
+
+    def prepare(
+        self, inputs: PassInputs, build_model: models.BuildModel, memory: PhaseMonitor
+    ) -> None:
+        """See `FirstPass`. Without --reference_model only a resumed run finds its numbers here."""
+        self._inputs = inputs
+        if self.name is not None and inputs.dataset.images is not None:
+            raise UserError(
+                "--reference_model: not supported if samples have images. Leave it out: the reference "
+                "is then the model before training."
+            )
+        self._fingerprint = dict[str, Any](inputs.dataset.fingerprints())
+        template = json.dumps(inputs.tokenizer.chat_template)
+        self._fingerprint |= {
+            "chat_template": hashlib.sha256(template.encode()).hexdigest(),
+            "precision": self.config.train.precision,
+            "quantization": self.config.quantization.mode,
+        }
+        if self.name is None:
+            self._fingerprint["model"] = models.fingerprint(inputs.request.folder)
+        if inputs.resumed:
+            self._load_resumed(inputs.resumed)
+        if self.name is None or self._is_complete:
+            return
+        other = self.find_other_model(self.name)
+        self._fingerprint["model"] = models.fingerprint(other.folder)
+        if inputs.unfinished is not None and self._load_from(inputs.unfinished):
+            return
+
+        def score(built: BuiltModel) -> None:
+            self._stored.compute(built, scored_batches(inputs), inputs.ranks)
+
+        self.run_other_model(other, score, build_model, memory)
+        self._is_complete = True
+
+    def complete(self, built: BuiltModel, directory: Path) -> None:
+        """See `FirstPass`. Each checkpoint gets a copy of the file."""
+        ranks = self.inputs.ranks
+        if not self._is_complete and not self._load_from(directory):
+            self._stored.compute(built, scored_batches(self.inputs), ranks)
+            self._is_complete = True
+        file = directory / REFERENCE.file
+        if ranks.is_main:
+            self._stored.save(file, self._fingerprint | self._settings)
+        count = plural(len(self._stored), "example")
+        log.info(f"Reference: log-probabilities of {count}: {file}")
+
+    def _load_resumed(self, folders: Iterable[Path]) -> None:
         """Read the numbers of a resumed run from the first of these directories that has a valid
-        file. If none has, the other methods compute them again.
+        file. If none has, they are computed again.
 
         Raises:
             UserError: a file belongs to another run.
         """
-        if self._stored is None:
-            return
         for folder in folders:
             file = folder / REFERENCE.file
             problem = ""
@@ -293,7 +324,7 @@ class ReferencePass:
                 saved = self._stored.load(file, self._fingerprint)
             except ValueError as error:
                 problem = str(error)
-            is_readable = self._ranks.all_gather_floats(not problem)
+            is_readable = self.inputs.ranks.all_gather_floats(not problem)
             if is_readable.all():
                 self._is_complete = True
                 self._fingerprint = saved  # also names --reference_model's weights
@@ -303,112 +334,32 @@ class ReferencePass:
             log.warning(problem or f"{file}: another rank cannot read it.")
         log.warning("The log-probabilities of the reference are computed again.")
 
-    def score_with_other_model(
-        self, build_model: models.BuildModel, memory: PhaseMonitor, unfinished: Path | None = None
-    ) -> None:
-        """Compute the numbers with --reference_model, and free its weights.
-
-        Args:
-            build_model: the recipe's function.
-            memory: informed about phases.
-            unfinished: directory of an attempt that may have computed them; see Setup.
-
-        Raises:
-            UserError: the model does not exist, or it has another tokenizer.
-        """
-        if self._stored is None or self._other is None or self._is_complete:
-            return
-        trust = self._config.model.trust_remote_code
-        ranks = self._ranks
-        with ranks.local_main_process_first():
-            folder = models.local_folder(self._other, "--reference_model", ranks.local_rank == 0)
-            models.check_no_adapter(folder, "--reference_model")
-            model_config = models.load_model_config(folder, trust)
-            check_same_tokens(
-                "--reference_model",
-                self._other,
-                models.load_tokenizer(folder, trust),
-                self._tokenizer,
-            )
-        self._fingerprint["model"] = models.fingerprint(folder)
-        if unfinished is not None and self._load_from(unfinished):
-            return
-        log.info(f"Reference: {self._other}")
-        if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
-            log.info(stored)
-        config = reference_config(self._config)
-        models.choose_head(model_config, config.preference.entry.has_score)
-        request = models.ModelRequest(config, folder, model_config, purpose="reference")
-        built = build_model(request, ranks, memory)
-        memory.enter("evaluation")
-        self._stored.compute(built, self._batches(), ranks)
-        self._is_complete = True
-        del built
-        gc.collect()  # FSDP units and modules refer to each other
-        torch.cuda.empty_cache()
-
-    def complete(self, built: BuiltModel, directory: Path) -> None:
-        """Compute the numbers unless they are known, and write them into the run's directory.
-
-        Args:
-            built: the model before step 1, also if the run is resumed.
-            directory: of the run. It has the file from now on, and each checkpoint gets a copy.
-        """
-        if self._stored is None:
-            return
-        if not self._is_complete and not self._load_from(directory):
-            self._stored.compute(built, self._batches(), self._ranks)
-            self._is_complete = True
-        file = directory / REFERENCE.file
-        if self._ranks.is_main:
-            self._stored.save(file, self._fingerprint | self._settings)
-        count = plural(len(self._stored), "example")
-        log.info(f"Reference: log-probabilities of {count}: {file}")
-
     def _load_from(self, directory: Path) -> bool:
         """Read the numbers of an attempt of this run that has ended before its first checkpoint, if
         all ranks can, and everything was the same."""
-        assert self._stored is not None
         file = directory / REFERENCE.file
         try:
             self._stored.load(file, self._fingerprint | self._settings)
             is_usable = True
         except (ValueError, UserError):  # missing, corrupted, or of other settings
             is_usable = False
-        self._is_complete = bool(self._ranks.all_gather_floats(is_usable).all())
+        self._is_complete = bool(self.inputs.ranks.all_gather_floats(is_usable).all())
         if self._is_complete:
             log.info(f"Reference: log-probabilities of an earlier attempt, from {file}")
         return self._is_complete
 
-    def _batches(self) -> Iterator[Batch]:
-        """Yield this rank's examples in micro-batches of the size of training. Every rank has the
-        same number of them."""
-        layout = self._layout
-        for samples in (self._dataset.train, *self._dataset.validations.values()):
-            if samples is None:
-                continue
-            lengths = example_lengths(samples)
-            group = group_size(samples)
-            for indices in evaluation_batches(lengths, layout, examples_per_sample=group):
-                # one example of each sample at a time: KTO's training holds no more
-                for place in range(group):
-                    chosen = indices[place::group]
-                    yield collate(
-                        samples, chosen, layout.pad_token_id, layout.is_packed, layout.images
-                    )
 
-
-def check_same_tokens(
-    flag: str, name: str, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase
-) -> None:
-    """Raise a UserError unless both tokenizers have the same tokens with the same ids. `name` is
-    the model of `flag`: it scores the run's ids."""
-    their_ids = theirs.get_vocab()
-    our_ids = ours.get_vocab()
-    tokens = their_ids.keys() | our_ids.keys()
-    others = sorted(token for token in tokens if their_ids.get(token) != our_ids.get(token))
-    if others:
-        raise UserError(
-            f"{flag} {name}: its tokenizer differs from the run's in {plural(len(others), 'token')} "
-            f"({listed(others, 3)}).\nUse a model with the same tokenizer, such as another one of the same family."
-        )
+def scored_batches(inputs: PassInputs) -> Iterator[Batch]:
+    """Yield this rank's examples of all sets in micro-batches of the size of training. Every rank
+    has the same number of them."""
+    layout = inputs.layout
+    for samples in (inputs.dataset.train, *inputs.dataset.validations.values()):
+        if samples is None:
+            continue
+        lengths = example_lengths(samples)
+        group = group_size(samples)
+        for indices in evaluation_batches(lengths, layout, examples_per_sample=group):
+            # one example of each sample at a time: KTO's training holds no more
+            for place in range(group):
+                chosen = indices[place::group]
+                yield collate(samples, chosen, layout.pad_token_id, layout.is_packed, layout.images)

@@ -9,8 +9,6 @@ it in the cache. Rank 0 moves it into the directory of the run, which does not e
 """
 
 import contextlib
-import dataclasses
-import gc
 import hashlib
 import json
 import math
@@ -20,21 +18,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 
 from llama_ft import models
-from llama_ft.config import Config, PeftConfig, QuantizationConfig
+from llama_ft.config import Config, QuantizationConfig
 from llama_ft.config.home import expanded
 from llama_ft.config.objectives import TEACHER
 from llama_ft.data import (
     IGNORED,
     Batch,
-    BatchLayout,
     TokenizedData,
     cache_dir,
     collate,
@@ -47,10 +43,15 @@ from llama_ft.models import BuiltModel
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, log
-from llama_ft.training.objectives.base import Objective, target_losses
-from llama_ft.training.objectives.distill import Distillation, most_likely
-from llama_ft.training.objectives.reference import check_same_tokens, example_key, example_keys
-from llama_ft.training.objectives.teacher_file import TeacherFile, TeacherWriter, check_file
+from llama_ft.training.objectives.base import shifted_labels, target_losses
+from llama_ft.training.objectives.first_pass import FirstPass, PassInputs
+from llama_ft.training.objectives.reference import example_key, example_keys
+from llama_ft.training.objectives.teacher_file import (
+    TeacherFile,
+    TeacherWriter,
+    check_file,
+    stored_bytes,
+)
 
 SECONDS_BETWEEN_LINES = 30.0
 EXAMPLES_AT_ONCE = 1024  # whose keys are computed
@@ -60,97 +61,104 @@ ENTRY = (
 )
 
 
-def teacher_config(config: Config) -> Config:
-    """Return the settings with which --teacher_model is built: the run's, without an adapter."""
-    name = config.preference.teacher_model or config.model.model_name
-    model = dataclasses.replace(config.model, model_name=name, freeze_layers=False)
-    quantization = QuantizationConfig(mode=config.preference.teacher_quantization)
-    return dataclasses.replace(config, model=model, peft=PeftConfig(), quantization=quantization)
+class AnyTeacher:
+    """Numbers of no teacher, which take as much memory, for a plan. `size`: per target."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TeacherFile.of`."""
+        targets = int((shifted_labels(batch) != IGNORED).sum())
+        token_ids = torch.arange(self._size).expand(targets, self._size)
+        return token_ids, torch.full((targets, self._size), -math.log(self._size))
 
 
-class TeacherPass:
-    """Finds or stores the teacher's probabilities. Without --objective distill the methods do
-    nothing.
+class HasTeacher(Protocol):
+    """An objective with a teacher."""
+
+    teacher: TeacherFile | AnyTeacher | None
+
+
+class TeacherPass(FirstPass):
+    """Finds or stores the teacher's probabilities of the training samples. See `FirstPass`.
 
     Args:
-        objective: of the run; it gets the file.
-        config: the settings.
-        tokenizer: of the run.
-        dataset: the data; the training samples are used.
-        layout: of this rank's micro-batches in training.
-        vocabulary: of the student; None if unknown.
-        ranks: the ranks; all of them call every method together.
+        config: the settings of the run.
+        objective: gets the stored probabilities.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        dataset: TokenizedData,
-        layout: BatchLayout,
-        vocabulary: int | None,
-        ranks: Ranks,
-    ) -> None:
-        self._objective = objective if isinstance(objective, Distillation) else None
-        self._settings = config.preference
-        self._config = config
-        self._tokenizer = tokenizer
-        self._dataset = dataset
-        self._layout = layout
-        self._vocabulary = vocabulary
-        self._ranks = ranks
-        self._path = Path()
-        self._unfinished: Path | None = None
+    title = "Teacher"
+    flag = "--teacher_model"
+
+    def __init__(self, config: Config, objective: HasTeacher) -> None:
+        settings = config.preference
+        quantization = QuantizationConfig(mode=settings.teacher_quantization)
+        super().__init__(config, settings.teacher_model, quantization)
+        self._objective = objective
+        self._settings = settings
+        self._path = Path()  # of the file
+
+    def needs_other_model(self) -> bool:
+        """See `FirstPass`."""
+        file = self._settings.teacher_file
+        return self.name is not None and not (file and expanded(file).exists())
+
+    def compute(
+        self, built: BuiltModel, batch: Batch, ranks: Ranks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FirstPass`."""
+        built.model.eval()
+        size = self._settings.distill_top_k
+        temperature = self._settings.distill_temperature
+        vocabulary = None if self._inputs is None else self._inputs.vocabulary
+        return most_likely_of(built, batch, size, temperature, vocabulary, ranks.device)
+
+    def fill_for_plan(self) -> None:
+        """See `FirstPass`."""
+        self._objective.teacher = AnyTeacher(self._settings.distill_top_k)
+
+    def bytes_per_token(self) -> int:
+        """See `FirstPass`."""
+        return stored_bytes(0, 1, self._settings.distill_top_k)
+
+    def bytes_of(self, examples: int, tokens: int) -> int:
+        """See `FirstPass`."""
+        return stored_bytes(examples, tokens, self._settings.distill_top_k)
 
     def prepare(
-        self,
-        build_model: models.BuildModel,
-        memory: PhaseMonitor,
-        resumed: Path | None,
-        unfinished: Path | None = None,
+        self, inputs: PassInputs, build_model: models.BuildModel, memory: PhaseMonitor
     ) -> None:
-        """Find the stored probabilities; or compute them with the teacher, and free it.
-
-        Args:
-            build_model: the recipe's function.
-            memory: informed about phases.
-            resumed: the directory of the run that is resumed.
-            unfinished: that of an attempt that may have stored them; see Setup.
-
-        Raises:
-            UserError: the teacher or its file does not fit the run.
-        """
-        if self._objective is None:
-            return
-        self._unfinished = unfinished
-        asked = self._settings
-        self._check_size(self._config.model.model_name, self._vocabulary)
+        """See `FirstPass`."""
+        self._inputs = inputs
+        size = self._settings.distill_top_k
+        student = inputs.request.config.model.model_name
+        self._check_size(student, inputs.vocabulary)
         fingerprint: dict[str, Any] = {
-            "dataset": self._dataset.fingerprints()["dataset"],
-            "distill_top_k": asked.distill_top_k,
-            "distill_temperature": asked.distill_temperature,
-            "vocabulary": self._vocabulary,
+            "dataset": inputs.dataset.fingerprints()["dataset"],
+            "distill_top_k": size,
+            "distill_temperature": self._settings.distill_temperature,
+            "vocabulary": inputs.vocabulary,
         }
-        known = self._find_file(resumed, fingerprint | self._asked_teacher())
-        if known is None:
-            if asked.teacher_model is None:
-                known = self._read_column(fingerprint)
+        path = self._find_file(fingerprint | self._asked_teacher())
+        if path is None:
+            if self.name is None:
+                path = self._read_column(fingerprint)
             else:
-                known = self._run_teacher(asked.teacher_model, build_model, memory, fingerprint)
-        log.info(f"Teacher: its {asked.distill_top_k} most likely tokens per target: {known}")
-        self._path = known
-        self._objective.teacher = TeacherFile(known)
+                path = self._run_teacher(self.name, build_model, memory, fingerprint)
+        log.info(f"Teacher: its {size} most likely tokens per target: {path}")
+        self._path = path
+        self._objective.teacher = TeacherFile(path)
 
-    def keep(self, directory: Path) -> None:
-        """Put the file into the run's directory, so that the run can be resumed without the
-        teacher. --teacher_file stays where it is."""
-        if self._objective is None or self._settings.teacher_file or not self._ranks.is_main:
+    def complete(self, built: BuiltModel, directory: Path) -> None:
+        """See `FirstPass`. --teacher_file stays where it is."""
+        ranks = self.inputs.ranks
+        if self._settings.teacher_file or not ranks.is_main:
             return
         kept = directory / TEACHER.file
         if kept.exists() and kept.samefile(self._path):
             return
-        is_one_node = self._ranks.local_world_size == self._ranks.world_size
+        is_one_node = ranks.local_world_size == ranks.world_size
         if is_one_node and self._path.is_relative_to(cache_dir()):
             shutil.move(self._path, kept)  # ranks that have mapped it keep it open
         else:
@@ -178,7 +186,7 @@ class TeacherPass:
                 f"--distill_top_k {size}: {name} has only {plural(vocabulary, 'token')}. Set a smaller one."
             )
 
-    def _find_file(self, resumed: Path | None, fingerprint: dict[str, Any]) -> Path | None:
+    def _find_file(self, fingerprint: dict[str, Any]) -> Path | None:
         """Return the existing file of --teacher_file, or else of the resumed run, on all nodes.
 
         Raises:
@@ -187,7 +195,7 @@ class TeacherPass:
         named = self._settings.teacher_file
         if named is not None:
             path = expanded(named)
-            exists = self._ranks.all_gather_floats(path.exists())
+            exists = self.inputs.ranks.all_gather_floats(path.exists())
             if exists.all():
                 self._check(path, fingerprint)
                 return path
@@ -196,9 +204,9 @@ class TeacherPass:
                     f"--teacher_file {named}: exists on some nodes only. Copy it to all nodes, or delete it."
                 )
             return None
-        if resumed is None:
+        if not self.inputs.resumed:
             return None
-        path = resumed / TEACHER.file
+        path = self.inputs.resumed[-1] / TEACHER.file  # of the run
         try:
             self._check(path, fingerprint)
         except UserError as error:
@@ -219,12 +227,12 @@ class TeacherPass:
     def _on_each_node(self, work: Callable[[], object]) -> None:
         """Run `work` on the first rank of each node. All ranks raise its error."""
         problem: Exception | None = None
-        if self._ranks.local_rank == 0:
+        if self.inputs.ranks.local_rank == 0:
             try:
                 work()
             except (UserError, ValueError, OSError) as error:
                 problem = error
-        for found in self._ranks.gather(problem):
+        for found in self.inputs.ranks.gather(problem):
             if isinstance(found, OSError):
                 raise UserError(f"the teacher's file cannot be written: {reason(found)}.")
             if found is not None:
@@ -239,7 +247,8 @@ class TeacherPass:
             return expanded(named), False
         digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:32]
         path = cache_dir() / "teachers" / f"{digest}.safetensors"
-        left = [path] if self._unfinished is None else [path, self._unfinished / TEACHER.file]
+        unfinished = self.inputs.unfinished
+        left = [path] if unfinished is None else [path, unfinished / TEACHER.file]
         for file in left:
             with contextlib.suppress(UserError):
                 self._check(file, fingerprint)
@@ -254,63 +263,45 @@ class TeacherPass:
         fingerprint: dict[str, Any],
     ) -> Path:
         """Run the teacher over the training samples. Return the file."""
-        trust = self._config.model.trust_remote_code
-        ranks = self._ranks
-        with ranks.local_main_process_first():
-            folder = models.local_folder(name, "--teacher_model", ranks.local_rank == 0)
-            models.check_no_adapter(folder, "--teacher_model")
-            model_config = models.load_model_config(folder, trust)
-            theirs = models.load_tokenizer(folder, trust)
-            check_same_tokens("--teacher_model", name, theirs, self._tokenizer)
-        self._check_size(name, models.vocabulary_size(model_config))
-        config = teacher_config(self._config)
+        other = self.find_other_model(name)
+        self._check_size(name, models.vocabulary_size(other.config))
         fingerprint = fingerprint | {
             "teacher_model": name,
-            "teacher_weights": models.fingerprint(folder),
-            "precision": config.train.precision,
-            "teacher_quantization": config.quantization.mode,
+            "teacher_weights": models.fingerprint(other.folder),
+            "precision": self.config.train.precision,
+            "teacher_quantization": self.config.quantization.mode,
         }
         path, is_valid = self._new_file(fingerprint)
         if is_valid:
             return path
-        log.info(f"Teacher: {name}")
-        if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
-            log.info(stored)
-        models.choose_head(model_config, config.preference.entry.has_score)
-        request = models.ModelRequest(config, folder, model_config, purpose="reference")
-        built = build_model(request, ranks, memory)
-        memory.enter("evaluation")
-        writers = list[TeacherWriter]()
-        self._on_each_node(lambda: writers.append(self._new_writer(path, fingerprint)))
-        with _abandoned_on_error(writers):
-            self._write(writers, self._batches_of(built))
-            self._on_each_node(lambda: finish(writers))
-        del built
-        gc.collect()  # FSDP units and modules refer to each other
-        torch.cuda.empty_cache()
+
+        def write(built: BuiltModel) -> None:
+            writers = list[TeacherWriter]()
+            self._on_each_node(lambda: writers.append(self._new_writer(path, fingerprint)))
+            with _abandoned_on_error(writers):
+                self._write(writers, self._batches_of(built))
+                self._on_each_node(lambda: finish(writers))
+
+        self.run_other_model(other, write, build_model, memory)
         return path
 
     def _batches_of(self, built: BuiltModel) -> Iterator[list[Any]]:
         """Yield, for one micro-batch of each rank, the indices of its examples, and the tokens and
         log-probabilities of their targets."""
-        size = self._settings.distill_top_k
-        samples = _training_samples(self._dataset)
-        built.model.eval()
-        layout = self._layout
+        samples = _training_samples(self.inputs.dataset)
+        layout = self.inputs.layout
+        ranks = self.inputs.ranks
         for indices in evaluation_batches(example_lengths(samples), layout):
             batch = collate(samples, indices, layout.pad_token_id, layout.is_packed)
-            temperature = self._settings.distill_temperature
-            token_ids, log_probabilities = most_likely_of(
-                built, batch, size, temperature, self._vocabulary, self._ranks.device
-            )
+            token_ids, log_probabilities = self.compute(built, batch, ranks)
             numbers = token_ids.to(torch.int32).cpu().numpy(), log_probabilities.cpu().numpy()
-            yield self._ranks.gather((indices, *numbers))
+            yield ranks.gather((indices, *numbers))
         free_unsharded(built.model)
 
     def _read_column(self, fingerprint: dict[str, Any]) -> Path:
         """Store the column logprobs of the samples. Return the file."""
-        assert self._dataset.untokenized is not None
-        source, _ = self._dataset.untokenized
+        assert self.inputs.dataset.untokenized is not None
+        source, _ = self.inputs.dataset.untokenized
         parts = source.parts or (source,)
         if not all(LOG_PROBABILITIES in part.columns for part in parts):
             named = self._settings.teacher_file
@@ -330,10 +321,10 @@ class TeacherPass:
         fingerprint = fingerprint | {"column": identity}
         path, is_valid = self._new_file(fingerprint)
         # No collective: it would time out, because reading much data takes long.
-        with self._ranks.local_main_process_first():
-            if self._ranks.local_rank == 0 and not is_valid:
-                vocabulary = self._vocabulary or len(self._tokenizer)
-                found = column_of_samples(self._dataset, self._config, vocabulary)
+        with self.inputs.ranks.local_main_process_first():
+            if self.inputs.ranks.local_rank == 0 and not is_valid:
+                vocabulary = self.inputs.vocabulary or len(self.inputs.tokenizer)
+                found = column_of_samples(self.inputs.dataset, self.config, vocabulary)
                 writers = [self._new_writer(path, fingerprint)]
                 with _abandoned_on_error(writers):
                     self._write(writers, ([of_sample] for of_sample in found))
@@ -341,13 +332,13 @@ class TeacherPass:
         return path
 
     def _new_writer(self, path: Path, fingerprint: dict[str, Any]) -> TeacherWriter:
-        samples = _training_samples(self._dataset)
+        samples = _training_samples(self.inputs.dataset)
         targets = samples.with_format("arrow")[:]["target_tokens"].to_numpy()
         return TeacherWriter(path, fingerprint, keys_of(samples), targets)
 
     def _write(self, writers: list[TeacherWriter], found: Iterable[list[Any]]) -> None:
         """Write what `_batches_of` yields, with the writer of this rank if it has one."""
-        total = len(_training_samples(self._dataset))
+        total = len(_training_samples(self.inputs.dataset))
         count = 0
         logged = time.monotonic()
         for parts in found:
@@ -376,6 +367,16 @@ def finish(writers: list[TeacherWriter]) -> None:
     """Finish the file of this rank, if it writes one."""
     for writer in writers:
         writer.finish()
+
+
+def most_likely(
+    logits: torch.Tensor, count: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most likely tokens, int64 [targets, count], and their log-probabilities, float32
+    [targets, count], of logits [targets, vocab]."""
+    scaled = logits.float() / temperature
+    values, token_ids = scaled.topk(count, dim=-1)
+    return token_ids, values - scaled.logsumexp(-1, keepdim=True)
 
 
 @torch.no_grad()
