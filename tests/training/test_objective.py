@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 
 
 def token_loss_sum(built: BuiltModel, batch: Batch, device: torch.device) -> torch.Tensor:
-    loss, balance = target_losses(built, batch, device)
-    return loss + built.router_coefficient * balance
+    computed = target_losses(built, batch, device)
+    return computed.losses + built.router_coefficient * computed.router_loss
 
 
 @pytest.fixture(scope="module")

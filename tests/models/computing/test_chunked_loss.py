@@ -63,7 +63,7 @@ def loss_and_gradients(
     model: PreTrainedModel, in_pieces: bool, per_token: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if in_pieces:
-        loss, _ = model(
+        loss, *_ = model(
             input_ids=INPUT_IDS,
             use_cache=False,
             positions=POSITIONS,
@@ -84,7 +84,7 @@ def check(model: PreTrainedModel, **tolerance: float) -> None:
     expected, theirs = loss_and_gradients(model, in_pieces=False)
     loss, ours = loss_and_gradients(model, in_pieces=True)
     with torch.no_grad():
-        evaluated, _ = model.eval()(
+        evaluated, *_ = model.eval()(
             input_ids=INPUT_IDS, use_cache=False, positions=POSITIONS, targets=TARGETS
         )
     torch.testing.assert_close(evaluated, expected, **tolerance)

@@ -14,10 +14,10 @@ model's own LM head runs, with its adapter, soft cap or scale, sharded or not.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -42,8 +42,23 @@ LOGITS_WITH_TRAINED_HEAD = {"cuda": 2**28, "cpu": 2**22}
 FEWEST_POSITIONS = 128
 # torch adds two dtypes by a cast copy, which would be large for a whole LM head
 ROWS_ADDED_AT_ONCE = 4096
-LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]  # hidden [n, width] -> logits [n, vocab]
+
+
+class TokenLoss(NamedTuple):
+    """What a loss function may return instead of its losses."""
+
+    losses: torch.Tensor  # float32 [targets]
+    numbers: Mapping[str, torch.Tensor]  # to log, by name: float32 [targets], without gradient
+
+
+# logits [targets, vocab] and targets [targets] -> losses [targets]
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | TokenLoss]
+
+
+def token_loss(result: torch.Tensor | TokenLoss) -> TokenLoss:
+    """Return what a loss function has returned, with its numbers if it has some."""
+    return result if isinstance(result, TokenLoss) else TokenLoss(result, {})
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -56,11 +71,12 @@ def use_chunked_loss(built: BuiltModel) -> bool:
     """Make a model return a loss instead of logits if it is called with `targets` [targets] and
     `positions` [targets], the positions in the flattened micro-batch that predict them.
 
-    It then returns the loss and its routers' logits (for `router_loss`). The loss is the sum of
-    `loss_fn(logits, targets)`; its gradient is computed in the forward pass. With `per_token` the
-    loss is [targets], and only the backward pass knows the factor of each target's loss. For a trained
-    LM head it recomputes each chunk's logits. All chunks run inside one `forward` of the LM head, and
-    so inside the hooks with which fully_shard all-gathers its weight.
+    It then returns the loss, its routers' logits (for `router_loss`), and the sums of the numbers
+    of a `TokenLoss`. The loss is the sum of `loss_fn(logits, targets)`; its gradient is computed in
+    the forward pass. With `per_token` the loss is [targets], and only the backward pass knows the
+    factor of each target's loss. For a trained LM head it recomputes each chunk's logits. All
+    chunks run inside one `forward` of the LM head, and so inside the hooks with which fully_shard
+    all-gathers its weight.
 
     The model is on the meta device, with adapters and not sharded. Returns False, and does not
     change the model, unless its forward is a decoder followed by an LM head.
@@ -135,8 +151,8 @@ def _forward_with_loss(
         decoded = decoder(*args, **kwargs)
         # [targets, width]
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)
-        loss = head(hidden, loss_of=(targets, count, loss_fn, per_token))
-        return loss, getattr(decoded, "router_logits", None)
+        loss, sums = head(hidden, loss_of=(targets, count, loss_fn, per_token))
+        return loss, getattr(decoded, "router_logits", None), sums
 
     return forward
 
@@ -157,8 +173,8 @@ def _head_with_loss(
             return plain(hidden, *args, **kwargs)
         targets, count, loss_fn, per_token = loss_of
 
-        def losses_of(chunk: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            return cast(torch.Tensor, loss_fn(logits_of(chunk), wanted))
+        def losses_of(chunk: torch.Tensor, wanted: torch.Tensor) -> TokenLoss:
+            return token_loss(loss_fn(logits_of(chunk), wanted))
 
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         trained_numbers = sum(parameter.numel() for parameter in trained)
@@ -172,8 +188,10 @@ def _head_with_loss(
         needs_gradients = torch.is_grad_enabled() and (hidden.requires_grad or trained)
         if per_token or not needs_gradients:
             losses = _ChunkedLoss.apply(hidden, targets, count, chunks, True, *trained)
-            return losses if per_token else losses.sum()
-        return _ChunkedLoss.apply(hidden, targets, count, chunks, False, *trained)
+            loss = losses if per_token else losses.sum()
+        else:
+            loss = _ChunkedLoss.apply(hidden, targets, count, chunks, False, *trained)
+        return loss, chunks.sums
 
     return forward
 
@@ -240,16 +258,25 @@ def _largest(
 class _Chunks:
     """The LM head and its loss, and how the positions are divided into chunks."""
 
-    losses_of: LossFunction  # hidden states and targets of a chunk -> its losses
+    # hidden states and targets of a chunk -> its losses
+    losses_of: Callable[[torch.Tensor, torch.Tensor], TokenLoss]
     size: int  # positions per chunk
     trained: Sequence[torch.Tensor]  # the LM head's trained parameters
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # of numbers, after a forward pass
 
-    def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each position."""
+    def losses(self, hidden: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the loss of each position, and add up the numbers of the first `count`."""
         chunks = hidden.split(self.size)
         wanted = targets.split(self.size)
-        pairs = zip(chunks, wanted, strict=True)
-        return torch.cat([self.losses_of(*pair) for pair in pairs])
+        results = [self.losses_of(*pair) for pair in zip(chunks, wanted, strict=True)]
+        for number, result in enumerate(results):
+            self._add_numbers(result, count - number * self.size)
+        return torch.cat([result.losses for result in results])
+
+    def _add_numbers(self, result: TokenLoss, count: int) -> None:
+        for name, values in result.numbers.items():
+            added = values[: max(0, count)].detach().float().sum()
+            self.sums[name] = self.sums[name] + added if name in self.sums else added
 
     def losses_and_gradients(
         self,
@@ -273,7 +300,10 @@ class _Chunks:
             part = slice(start, start + self.size)
             chunk = hidden[part].detach().requires_grad_(for_hidden)
             with torch.enable_grad():
-                losses = self.losses_of(chunk, targets[part])
+                result = self.losses_of(chunk, targets[part])
+            losses = result.losses
+            if not has_factors:  # else the backward pass recomputes them
+                self._add_numbers(result, count - start)
             all_losses.append(losses.detach()[: max(0, count - start)])
             node = losses.grad_fn
             is_padded = start + len(losses) > count  # there the factors are 0
@@ -317,7 +347,7 @@ class _ChunkedLoss(torch.autograd.Function):
             ctx.inputs = (hidden.detach(), targets)
             ctx.random = (torch.get_rng_state(), get_device_states(hidden))
             # FSDP warns about views
-            return chunks.losses(hidden, targets)[:count].clone()
+            return chunks.losses(hidden, targets, count)[:count].clone()
         losses, ctx.gradients = chunks.losses_and_gradients(
             hidden, targets, count, None, ctx.for_hidden
         )

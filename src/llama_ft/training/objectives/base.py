@@ -23,7 +23,12 @@ from llama_ft.data.tokenize.encoder import Example
 from llama_ft.models import BuiltModel, packed_arguments
 from llama_ft.models.architecture.routers import router_arguments, router_loss
 from llama_ft.models.base.transformers_private import marked
-from llama_ft.models.computing.chunked_loss import LossFunction, cross_entropy
+from llama_ft.models.computing.chunked_loss import (
+    LossFunction,
+    TokenLoss,
+    cross_entropy,
+    token_loss,
+)
 from llama_ft.runtime import Ranks, current_target, sent
 from llama_ft.training.image_inputs import image_arguments
 from llama_ft.training.objectives.first_pass import FirstPass
@@ -62,7 +67,7 @@ def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
         divisor = counts.get(part, count)
         if divisor and not name.startswith("count/"):
             means[name] = value / divisor
-    if counts and {"rewards/chosen", "rewards/rejected"} <= means.keys():
+    if "chosen" in counts and {"rewards/chosen", "rewards/rejected"} <= means.keys():
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     return means
 
@@ -112,6 +117,42 @@ class Objective(ABC):
         may exchange numbers (`ranks.mean_over_ranks`)."""
 
 
+@dataclass(frozen=True)
+class TargetLosses:
+    """What `target_losses` computes."""
+
+    losses: torch.Tensor  # float32 [targets], or their sum
+    targets: int
+    # the routers' auxiliary loss without its coefficient, as a sum over targets; 0.0 if there is none
+    router_loss: torch.Tensor | float
+    sums: dict[str, torch.Tensor]  # of `token_numbers`, over targets
+
+
+def token_numbers(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return numbers of each token by name, float32 [targets]. Their means are logged in training,
+    as `train/<name>`, with every objective that has logits. To log another number, add it here, such
+    as `{"token_accuracy": (logits.argmax(-1) == targets).float()}`.
+
+    Args:
+        logits: [targets, vocab], in the model's compute dtype; a few hundred targets at a time.
+        targets: int64 [targets], the tokens to predict.
+    """
+    return {}
+
+
+def with_token_sums(result: LossSum, computed: TargetLosses, built: BuiltModel) -> LossSum:
+    """Add to the loss of a micro-batch the routers' auxiliary loss, and to what is logged the sums
+    over its tokens. `result` may count tokens or samples."""
+    logged = dict(result.logged)
+    for name, value in computed.sums.items():
+        _, _, part = name.rpartition("/")  # see `logged_means`
+        logged |= {name: value, f"count/{part}": value.new_full((), computed.targets)}
+    balance = computed.router_loss
+    if result.count != computed.targets:  # from a sum over tokens to one over samples
+        balance = balance * (result.count / max(1, computed.targets))
+    return with_router_loss(replace(result, logged=logged), balance, built)
+
+
 def with_router_loss(result: LossSum, balance: torch.Tensor | float, built: BuiltModel) -> LossSum:
     """Add the routers' auxiliary loss, times its coefficient, to the loss of a micro-batch.
     `balance` is its sum over `result.count`, a scalar tensor; a float if the model has no such
@@ -129,9 +170,8 @@ def target_losses(
     loss_fn: LossFunction = cross_entropy,
     per_token: bool = False,
     is_numbered: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Run the model on a micro-batch. Return the losses of the tokens to predict, and the routers'
-    auxiliary loss as a sum over loss tokens, without its coefficient.
+) -> TargetLosses:
+    """Run the model on a micro-batch. Return the losses of the tokens to predict.
 
     Args:
         built: causal language model; position t predicts token t + 1. With a chunked loss it makes
@@ -139,7 +179,7 @@ def target_losses(
             target.
         batch: labels are not shifted; IGNORED positions are not targets.
         device: where the model computes.
-        loss_fn: logits [n, vocab] and targets [n] -> losses [n].
+        loss_fn: logits [n, vocab] and targets [n] -> losses [n], perhaps as a `TokenLoss`.
         per_token: return float32 [targets], in the order of `target_examples(batch)`, instead of their
             sum. Minus the cross-entropy of a token is its log-probability.
         is_numbered: give `loss_fn` the number of each target in the micro-batch, not its token.
@@ -148,23 +188,37 @@ def target_losses(
     # On the host: nonzero() on the device would wait for its result, to know its size.
     host_positions = (labels != IGNORED).nonzero().squeeze(1)  # [targets]
     positions = sent(host_positions, device)
-    targets = sent(labels[host_positions], device)
-    if is_numbered:
-        targets = torch.arange(len(targets), device=device)
+    tokens = sent(labels[host_positions], device)
+    targets = torch.arange(len(tokens), device=device) if is_numbered else tokens
+    if built.model.training:
+        loss_fn = _with_token_numbers(loss_fn, tokens if is_numbered else None)
     inputs = model_inputs(built, batch, device)
     if built.has_chunked_loss:  # then the forward method is ours: models/computing/chunked_loss.py
-        losses, router_logits = built.model(
+        losses, router_logits, sums = built.model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
         )
     else:
         output = built.model(**inputs)
         predicting = output.logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]
-        losses = loss_fn(predicting, targets)
-        if not per_token:
-            losses = losses.sum()
+        result = token_loss(loss_fn(predicting, targets))
+        losses = result.losses if per_token else result.losses.sum()
+        sums = {name: values.detach().sum() for name, values in result.numbers.items()}
         router_logits = getattr(output, "router_logits", None)
     balance = router_loss(built, router_logits, inputs.get("attention_mask"), len(targets))
-    return losses, balance
+    return TargetLosses(losses, len(targets), balance, sums)
+
+
+def _with_token_numbers(loss_fn: LossFunction, tokens: torch.Tensor | None) -> LossFunction:
+    """Return a loss function that also returns `token_numbers`. `tokens`: of all targets, if
+    `loss_fn` gets their numbers."""
+
+    def with_numbers(logits: torch.Tensor, targets: torch.Tensor) -> TokenLoss:
+        losses, numbers = token_loss(loss_fn(logits, targets))
+        with torch.no_grad():
+            own = token_numbers(logits, targets if tokens is None else tokens[targets])
+        return TokenLoss(losses, {**numbers, **own})
+
+    return with_numbers
 
 
 def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[str, Any]:

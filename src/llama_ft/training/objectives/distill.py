@@ -31,7 +31,7 @@ from llama_ft.training.objectives.base import (
     Objective,
     shifted_labels,
     target_losses,
-    with_router_loss,
+    with_token_sums,
 )
 from llama_ft.training.objectives.teacher import AnyTeacher, TeacherPass
 from llama_ft.training.objectives.teacher_file import TeacherFile
@@ -127,8 +127,8 @@ class Distillation(Objective):
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`. It counts loss tokens."""
         if not built.model.training:
-            losses, balance = target_losses(built, batch, ranks.device)
-            return with_router_loss(LossSum(losses, batch.target_tokens), balance, built)
+            computed = target_losses(built, batch, ranks.device)
+            return with_token_sums(LossSum(computed.losses, batch.target_tokens), computed, built)
         labels = shifted_labels(batch)
         host_targets = labels[labels != IGNORED]
         assert self.teacher is not None  # filled by `first_pass`
@@ -147,5 +147,5 @@ class Distillation(Objective):
             plain = cross_entropy(logits, targets[numbers])
             return self._weight * divergence + (1 - self._weight) * plain
 
-        losses, balance = target_losses(built, batch, ranks.device, mixed_loss, is_numbered=True)
-        return with_router_loss(LossSum(losses, batch.target_tokens), balance, built)
+        computed = target_losses(built, batch, ranks.device, mixed_loss, is_numbered=True)
+        return with_token_sums(LossSum(computed.losses, batch.target_tokens), computed, built)

@@ -25,7 +25,7 @@ from llama_ft.training.objectives.base import (
     Objective,
     example_log_probabilities,
     target_losses,
-    with_router_loss,
+    with_token_sums,
 )
 from llama_ft.training.objectives.first_pass import FirstPass
 from llama_ft.training.objectives.reference import (
@@ -69,8 +69,8 @@ class Kto(Objective):
         kl_sum, samples = sums.unbind()
         least = 1 / ranks.data.size  # at least one sample over all ranks
         divergence = (kl_sum / samples.clamp(min=least)).clamp(min=0)
-        losses, balance = target_losses(built, own, ranks.device, per_token=True)
-        scores = example_log_probabilities(losses, own)[:count]  # [samples]
+        computed = target_losses(built, own, ranks.device, per_token=True)
+        scores = example_log_probabilities(computed.losses, own)[:count]  # [samples]
         ratios = scores - reference
         chosen = sent(torch.tensor(own.desirable, dtype=torch.float32), ranks.device)  # 1 or 0
         weights = settings.desirable_weight * chosen + settings.undesirable_weight * (1 - chosen)
@@ -83,9 +83,7 @@ class Kto(Objective):
         for name, which in {"chosen": chosen, "rejected": 1 - chosen}.items():
             numbers = {"rewards": rewards * which, "logps": scores * which, "count": which}
             logged |= {f"{number}/{name}": values.sum() for number, values in numbers.items()}
-        # from a sum over tokens to one over samples
-        balance = balance * (count / max(1, len(losses)))
-        return with_router_loss(LossSum(loss, count, logged), balance, built)
+        return with_token_sums(LossSum(loss, count, logged), computed, built)
 
 
 def every_second(batch: Batch, first: int) -> Batch:

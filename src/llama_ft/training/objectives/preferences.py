@@ -37,7 +37,7 @@ from llama_ft.training.objectives.base import (
     example_log_probabilities,
     target_losses,
     targets_per_example,
-    with_router_loss,
+    with_token_sums,
 )
 from llama_ft.training.objectives.first_pass import FirstPass
 from llama_ft.training.objectives.reference import Reference, build_reference, reference_pass
@@ -131,7 +131,8 @@ class Preferences(Objective):
             reference = self._per_example(of_reference, batch)
         has_nll = settings.objective == "orpo"
         with_prompts = _with_prompts(batch) if has_nll else batch
-        losses, balance = target_losses(built, with_prompts, ranks.device, per_token=True)
+        computed = target_losses(built, with_prompts, ranks.device, per_token=True)
+        losses = computed.losses
         log_probabilities = example_log_probabilities(losses, batch, with_prompts)
         scores = self._per_example(log_probabilities, batch)  # [examples]
         chosen, rejected = _of_pairs(scores - reference, count)
@@ -162,9 +163,7 @@ class Preferences(Objective):
             **logged_by_loss,
         }
         sums = {name: values.detach().sum() for name, values in logged.items()}
-        # from a sum over tokens to one over pairs
-        balance = balance * (count / max(1, len(losses)))
-        return with_router_loss(LossSum(pair_losses.sum(), count, sums), balance, built)
+        return with_token_sums(LossSum(pair_losses.sum(), count, sums), computed, built)
 
     @staticmethod
     def _chosen_nll(log_probabilities: torch.Tensor, batch: Batch, count: int) -> torch.Tensor:

@@ -91,9 +91,9 @@ def score_examples(built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tenso
     model = built.model
     is_training = model.training
     model.eval()
-    losses, _ = target_losses(built, batch, ranks.device, per_token=True)
+    computed = target_losses(built, batch, ranks.device, per_token=True)
     model.train(is_training)
-    return example_log_probabilities(losses, batch)
+    return example_log_probabilities(computed.losses, batch)
 
 
 def example_keys(batch: Batch) -> numpy.ndarray:

@@ -12,7 +12,7 @@ from llama_ft.data.tokenize.encoder import Example
 from llama_ft.models import BuiltModel
 from llama_ft.models.computing.chunked_loss import LossFunction, cross_entropy
 from llama_ft.runtime import Ranks
-from llama_ft.training.objectives.base import LossSum, Objective, target_losses, with_router_loss
+from llama_ft.training.objectives.base import LossSum, Objective, target_losses, with_token_sums
 
 
 def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -66,5 +66,5 @@ class SupervisedFineTuning(Objective):
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`. It counts loss tokens."""
         loss_fn = self._training_loss if built.model.training else cross_entropy
-        losses, balance = target_losses(built, batch, ranks.device, loss_fn)
-        return with_router_loss(LossSum(losses, batch.target_tokens), balance, built)
+        computed = target_losses(built, batch, ranks.device, loss_fn)
+        return with_token_sums(LossSum(computed.losses, batch.target_tokens), computed, built)

@@ -397,10 +397,10 @@ def most_likely_of(
         found.append(most_likely(logits[:, :vocabulary], size, temperature))
         return torch.zeros(len(targets), device=logits.device)
 
-    losses, _ = target_losses(built, batch, device, collect, per_token=True)
+    targets = target_losses(built, batch, device, collect, per_token=True).targets
     # the last chunk is padded
-    token_ids = torch.cat([ids for ids, _ in found])[: len(losses)]
-    log_probabilities = torch.cat([values for _, values in found])[: len(losses)]
+    token_ids = torch.cat([ids for ids, _ in found])[:targets]
+    log_probabilities = torch.cat([values for _, values in found])[:targets]
     return token_ids, log_probabilities
 
 
