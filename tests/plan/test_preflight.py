@@ -16,6 +16,7 @@ from model_shapes import write_llama
 from llama_ft.config import Config, DataConfig
 from llama_ft.plan.preflight import planned_images
 from llama_ft.plan.types import PlannedImages
+from llama_ft.runtime import Target
 
 Plan = Callable[..., Any]
 Said = Callable[[], str]
@@ -62,7 +63,8 @@ def report_plan(
         longest_example=None, target_share=1.0, validations={"": []}, images=None, report=report
     )
     steps = SimpleNamespace(size=None)
-    job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    job = SimpleNamespace(world_size=2, local_world_size=2, device=cpu, target=Target())
     job.all_gather_floats = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
     job.broadcast_from_rank0 = lambda make: make()
     config = start.start(config, folder, None, rows, steps, job)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ class Preflight:
                 folder,
                 world_size=ranks.world_size,
                 local_world_size=ranks.local_world_size,
-                device="cuda" if ranks.device.type == "cuda" else "cpu",
+                device=ranks.target.device,
                 longest_example=dataset.longest_example,
                 new_tokens=new_tokens,
                 target_share=dataset.target_share,

@@ -91,7 +91,7 @@ class Setup:
         if wanted == "auto" and self.resumed is not None:
             wanted = self.resumed.trainer["config"]["model"]["use_liger"]
         compiles = config.model.compile
-        choose = partial(models.choose_liger, wanted, model_config, compiles, self.ranks.device)
+        choose = partial(models.choose_liger, wanted, model_config, compiles, self.ranks.target)
         use_liger, message = self.ranks.broadcast_from_rank0(choose)
         if message:
             log.info(message)
@@ -264,7 +264,7 @@ def start_run(
         config = checkpoint.resolve_precision(config, origins, ranks, resumed)
         config = training.resolve_format(config)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
-        config = resolve_checkpointing(config, ranks.device.type)
+        config = resolve_checkpointing(config, ranks.target.device)
         check_same_run(resumed, config, {}, origins)
         is_finished = end_if_finished(resumed, config, ranks, store)
         global_batch = 0

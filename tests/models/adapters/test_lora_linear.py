@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_ft.models.adapters.lora_linear import FusedLora, use_fused_lora
 from llama_ft.models.quantization.layers import FourBit, Int8, QuantizedLinear, Scheme
+from llama_ft.runtime import Target, computing_on
 
 IN = 128
 OUT = 96
@@ -108,9 +109,7 @@ def test_fused_lora_has_the_outputs_and_gradients_of_peft(
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
-def test_dropout_on_cuda_has_the_gradients_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    # the branch for CUDA, whose operator the CPU has, too
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+def test_dropout_on_cuda_has_the_gradients_of_autograd() -> None:
     model = model_of(bias=True, lora_dropout=0.3)
     use_fused_lora(model)
     base = layer_of(model).base_layer
@@ -123,7 +122,8 @@ def test_dropout_on_cuda_has_the_gradients_of_autograd(monkeypatch: pytest.Monke
         added = dropped @ a.weight.t() @ b.weight.t() * (12 / RANK)
         return (base(flat) + added).view(*ROWS, OUT)
 
-    with Calls() as calls:
+    # the branch for CUDA, whose operator the CPU has, too
+    with computing_on(Target("cuda")), Calls() as calls:
         found = passes(model, model, torch.float32)
     model.zero_grad()
     expected = passes(by_autograd, model, torch.float32)

@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 
 from llama_ft.config import ModelConfig, TrainConfig
 from llama_ft.models import BuiltModel, checkpoint_activations, choose_liger, fuse_layers
+from llama_ft.runtime import Target
 
 SHAPE = {
     "hidden_size": 32,
@@ -68,7 +69,7 @@ if __name__ == "__main__":
     liger_mlp.tanh = lambda value: 2 * tl.sigmoid(2 * value) - 1
     for kind in sys.argv[1:]:
         config = AutoConfig.for_model(kind, **SHAPE)
-        choice = choose_liger("auto", config, False, torch.device("cuda"))
+        choice = choose_liger("auto", config, False, Target("cuda"))
         # first: Liger replaces functions of modules, too
         plain, expected = gradients(kind, "off", is_fused=False)
         for how in ("selective", "off"):

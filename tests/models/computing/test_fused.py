@@ -22,8 +22,8 @@ from llama_ft.models.computing.compiled import AUTO_LIGER
 from llama_ft.run import Setup
 from llama_ft.runtime import Target, computing_on
 
-CPU = torch.device("cpu")
-CUDA = torch.device("cuda")
+CPU = Target("cpu")
+CUDA = Target("cuda")
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -50,7 +50,7 @@ def fused_norms(kind: str, target: Target, **settings: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("target", [Target("cuda"), Target("cpu")], ids=str)
+@pytest.mark.parametrize("target", [CUDA, CPU], ids=str)
 def test_norms_with_the_formula_of_llama_are_fused_and_no_others(target: Target) -> None:
     own = ["layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"]
     assert fused_norms("llama", target) == own
@@ -77,7 +77,7 @@ def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, roundin
     norm.weight.data.normal_()
     fused = torch.nn.Sequential(LlamaRMSNorm(96, eps=1e-5).to(dtype))
     fused.load_state_dict({"0.weight": norm.weight.data})
-    with computing_on(Target("cuda")):
+    with computing_on(CUDA):
         fuse_layers(fused, ModelConfig(use_liger=False), TrainConfig())  # type: ignore[arg-type]
 
     def passes(module: Any, weight: torch.Tensor, to: torch.dtype) -> list[torch.Tensor]:
@@ -154,7 +154,7 @@ def test_ligers_own_kernels_compute_what_each_architecture_computes(kinds: list[
 def test_a_resumed_run_keeps_its_kernels_or_stops() -> None:
     def resume(stored: bool) -> bool | str:
         trainer = {"config": {"model": {"use_liger": stored}}}
-        ranks = SimpleNamespace(device=CPU, broadcast_from_rank0=lambda function: function())
+        ranks = SimpleNamespace(target=CPU, broadcast_from_rank0=lambda function: function())
         setup: Any = SimpleNamespace(resumed=SimpleNamespace(trainer=trainer), ranks=ranks)
         model_config = AutoConfig.for_model("llama", **SHAPE)
         return Setup.choose_kernels(setup, Config(), model_config).model.use_liger

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from llama_ft.models.base.replaced import become
 from llama_ft.models.quantization.layers import SCHEMES, QuantizedLinear, frozen_matmul
 from llama_ft.operators import LIBRARY
+from llama_ft.runtime.target import current_target
 
 LIBRARY.define(
     "lora_linear(Tensor x, Tensor u, Tensor weight, Tensor? scale, Tensor? bias, Tensor b, float scaling, str scheme) "
@@ -97,7 +98,7 @@ class _LowRank(torch.autograd.Function):
         small = a.to(x.dtype)
         if dropout == 0 or x.numel() == 0:
             u = flat @ small.t()
-        elif x.is_cuda:
+        elif current_target().is_cuda:
             dropped, mask = torch.native_dropout(flat, dropout, True)
             u = dropped @ small.t()
             mask = mask.view(torch.uint8)

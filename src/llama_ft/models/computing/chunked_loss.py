@@ -223,7 +223,8 @@ class CrossEntropy(torch.autograd.Function):
         # The largest probability is 1 / sum(exp(logits - largest)), so the loss follows from the
         # softmax.
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        largest, probability = _largest(logits, probabilities, by_position=logits.is_cuda)
+        by_position = current_target().is_cuda
+        largest, probability = _largest(logits, probabilities, by_position)
         log_sum = largest.float() - probability.log()
         ctx.dtype = logits.dtype
         ctx.targets = targets.unsqueeze(1)

@@ -20,7 +20,7 @@ from llama_ft.models.base.replaced import replace_method
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packing.packed_samples import report_missing_kernels
 from llama_ft.runtime.console import log
-from llama_ft.runtime.target import current_target
+from llama_ft.runtime.target import Target, current_target
 
 # Dimensions of a layer's arguments that change between steps: samples and tokens; for packed
 # sequences the number of samples and the longest. torch would compile for the first step's sizes,
@@ -90,27 +90,25 @@ def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def choose_liger(
-    asked: bool | Literal["auto"], config: PretrainedConfig, compiles: bool, device: torch.device
+    asked: bool | Literal["auto"], config: PretrainedConfig, compiles: bool, target: Target
 ) -> tuple[bool, str]:
     """Return whether to use Liger's kernels, and a log text on fused kernels ("" on the CPU). Raises
     UserError if use_liger is true, but the model, the device or torch.compile does not allow it."""
-    problem = _liger_problem(config, compiles, device, is_asked=asked is True)
+    problem = _liger_problem(config, compiles, target, is_asked=asked is True)
     if asked is True and problem:
         raise UserError(
             f"--use_liger: {problem}.\n--use_liger false trains without Liger's kernels."
         )
     if asked is not False and not problem:
         return True, "Fused kernels: Liger's."
-    if device.type != "cuda" or compiles:
+    if not target.is_cuda or compiles:
         return False, "Fused kernels: torch.compile's." if compiles else ""
     return False, f"Fused kernels: torch's RMSNorm, not Liger's: {problem or 'use_liger is false'}."
 
 
-def _liger_problem(
-    config: PretrainedConfig, compiles: bool, device: torch.device, is_asked: bool
-) -> str:
+def _liger_problem(config: PretrainedConfig, compiles: bool, target: Target, is_asked: bool) -> str:
     """Return why Liger's kernels cannot replace a model's own; "" if they can."""
-    if device.type != "cuda":
+    if not target.is_cuda:
         return "Liger's kernels need CUDA"
     if compiles:
         return "--compile fuses the same operations"
