@@ -18,12 +18,11 @@ if __name__ == "__main__":
     check_command_line(str(__doc__), DEMO_CONFIG)  # before the imports below, which take 6 s
 
 import time  # noqa: E402
-from copy import deepcopy  # noqa: E402
 from functools import partial  # noqa: E402
 
 import fire  # noqa: E402
 import torch  # noqa: E402
-from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
+from transformers import PreTrainedTokenizerBase  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.export import export_adapter, export_model, write_model_card  # noqa: E402
@@ -31,10 +30,14 @@ from llama_ft.phases import PhaseMonitor  # noqa: E402
 from llama_ft.plan.types import Recipe  # noqa: E402
 from llama_ft.run import (  # noqa: E402
     TrainingRun,
+    find_model,
     load_best_weights,
     open_run,
+    pass_inputs,
+    resolve_inputs,
     run_parts,
     start_run,
+    tokenize_samples,
     trainer_record,
 )
 from llama_ft.runtime import Ranks, log  # noqa: E402
@@ -43,121 +46,44 @@ from llama_ft.runtime import Ranks, log  # noqa: E402
 @fire.decorators.SetParseFn(str)
 def main(**flags: str) -> None:
     """Run a fine-tuning, from the settings to the final model or adapter on disk."""
-    config, origins = load_flags(flags, DEMO_CONFIG)
-    with start_run(config, origins, RECIPE, PLANNER) as setup:
+    with start_run(*load_flags(flags, DEMO_CONFIG), RECIPE, PLANNER) as setup:
         if setup.is_finished:
             return
-        config = setup.config
         ranks = setup.ranks
-        memory = setup.memory
-        objective = build_objective(config)
+        objective = build_objective(setup.config)
 
-        # Find the model, and tokenize samples. The first rank of each node fills the cache that its
-        # other ranks read.
+        # The first rank of each node downloads the model and fills the cache of tokenized samples,
+        # which its other ranks read.
         with ranks.local_main_process_first():
-            folder, model_config, tokenizer = find_model(config, ranks)
-        config = setup.choose_kernels(config, model_config)
-        context_length = models.resolve_context_length(config.data.context_length, model_config)
-        stored_vocabulary = models.vocabulary_size(model_config)
-        load_processor = None
-        no_images = models.why_no_images(model_config, config.preference.objective)
-        if not no_images:
-            trust = config.model.trust_remote_code
-            load_processor = partial(data.load_processor, folder, model_config, tokenizer, trust)
-        with ranks.local_main_process_first():
-            dataset = data.prepare(
-                config.data,
-                tokenizer,
-                data.DataRequest(
-                    context_length=context_length,
-                    want_validation=config.train.run_validation,
-                    vocabulary_size=None if config.model.resize_embeddings else stored_vocabulary,
-                    add_tokens=config.model.resize_embeddings,
-                    examples=objective.examples,
-                    load_processor=load_processor,  # called if samples have images
-                    no_images=no_images,
-                    stop_ids=models.stop_ids(folder, model_config),
-                ),
-                cache=data.cache_dir(),
-                verify_cache=ranks.local_rank == 0,
-            )
-        new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
-        inputs = setup.check_inputs(config, folder, model_config, tokenizer, new_tokens, dataset)
+            base = find_model(setup.config, ranks)
+            dataset = tokenize_samples(setup.config, base, objective, ranks)
+
+        # Check all of this, and plan the batches of all steps, which depend on (seed, epoch, step)
+        # only, and the memory. From here on `inputs.config` has the settings, without any auto.
+        inputs = resolve_inputs(setup, base, dataset, objective)
+        config = inputs.config
         # What the run does in addition, such as --eval_tasks and --save_to. Add your own `Part` here.
-        parts = run_parts(setup, config, inputs)
+        parts = run_parts(setup, inputs)
 
-        # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step)
-        # only.
-        vocabulary = new_tokens.rows if new_tokens else stored_vocabulary
-        objective.prepare_model(model_config, tokenizer, vocabulary)
-        pad = data.pad_token_id(tokenizer, vocabulary)
-        layout = data.training_layout(config, context_length, pad, ranks, dataset.images)
-        batches = data.plan_training(config, dataset, layout, setup.global_batch, vocabulary, ranks)
-        setup.check_batches(config, batches, tokenizer)
-
-        # With activation_checkpointing=auto, wait for the planner's choice; else it plans while
-        # weights are loaded.
-        config = setup.plan_memory(config, folder, new_tokens, dataset, batches)
-        request = models.ModelRequest(
-            config, folder, model_config, new_tokens, with_images=dataset.images is not None
-        )
         # Some objectives need numbers of another model, which is freed before this one is built.
         if first_pass := objective.first_pass(config):
-            samples = training.PassInputs(
-                request, tokenizer, dataset, layout, ranks, setup.resumed_folders, setup.unfinished
-            )
-            first_pass.prepare(samples, build_model, memory)
-        built = build_model(request, ranks, memory)
-        memory.leave()  # ends the phase "load"
-        if layout.is_packed:
+            first_pass.prepare(pass_inputs(setup, inputs), build_model, setup.memory)
+        built = build_model(inputs.request, ranks, setup.memory)
+        pack_length = inputs.batches.layout.pack_length
+        if pack_length is not None:
             # Samples must not see each other: compare a few with samples alone. It may turn off the
             # chunked loss.
+            first = inputs.batches.first_samples()
             dtype = runtime.PRECISIONS[config.train.precision].compute
-            training.check_packing(
-                built, batches.first_samples(), context_length, dtype, ranks, dataset.images
-            )
+            training.check_packing(built, first, pack_length, dtype, ranks, dataset.images)
 
-        with open_run(setup, config, inputs, batches, built, parts) as run:
+        with open_run(setup, inputs, built, parts) as run:
             if first_pass:
                 first_pass.complete(built, run.directory)
             train(run, built, objective)
             if config.checkpoint.save_model:
-                export(run, built, tokenizer)
+                export(run, built, inputs.tokenizer)
             run.finish()  # the parts; the last one logs a summary
-
-
-def find_model(
-    config: Config, ranks: Ranks
-) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
-    """Return the model's directory, config and tokenizer. Only one rank per node asks the Hub."""
-    wanted = config.model
-    ask_hub = ranks.local_rank == 0
-    is_demo = wanted.model_name == "demo"
-    if is_demo or config.data.dataset == "demo":
-        demo = data.build_demo(data.cache_dir())
-        if is_demo:
-            log.info(demo.about_model)
-        if config.data.dataset == "demo":
-            log.info(demo.about_data)
-    if is_demo:
-        folder = demo.model_dir
-    else:
-        folder = models.local_folder(wanted.model_name, "--model_name", ask_hub)
-    models.check_no_adapter(folder, "--model_name", config.peft.from_peft_checkpoint)
-    model_config = models.load_model_config(folder, wanted.trust_remote_code)
-    models.choose_head(model_config, config.preference.entry.has_score)
-    # rejects a quantized model that cannot be fine-tuned, and corrupted files, before samples are
-    # tokenized
-    models.choose_quantization(config.quantization, deepcopy(model_config), config.peft.use_peft)
-    keeps_stored = config.quantization.mode == "as_stored"
-    if ranks.is_main and (stored := models.describe_stored(folder, model_config, keeps_stored)):
-        log.info(stored)
-    tokens = folder
-    if wanted.tokenizer_name is not None:
-        tokens = models.local_folder(
-            wanted.tokenizer_name, "--tokenizer_name", ask_hub, weights=False
-        )
-    return folder, model_config, models.load_tokenizer(tokens, wanted.trust_remote_code)
 
 
 def build_model(
@@ -235,6 +161,7 @@ def build_model(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counts = f"{trained:,} of {models.total_weights(model):,} parameters are trainable"
     report(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")
+    memory.leave()
     return built
 
 

@@ -26,9 +26,13 @@ class PhaseMonitor(Protocol):
     def enter(self, phase: Phase) -> None:
         """End the previous phase and begin this one."""
 
+    def leave(self) -> object:
+        """End the current phase, if there is one. No other one begins."""
+
 
 class _NullMonitor:
     def enter(self, phase: Phase) -> None: ...
+    def leave(self) -> None: ...
 
 
 NULL_MONITOR: PhaseMonitor = _NullMonitor()

@@ -31,7 +31,7 @@ TOKENS = {
     "observe": 12_600,
     "plan": 18_600,
     "report": 5900,
-    "run": 8200,
+    "run": 9300,
     "runtime": 12_400,
     "training": 29_900,
 }

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_ft import checkpoint, data, models, observe
-from llama_ft.config import Config, to_yaml
+from llama_ft import checkpoint, models, observe
+from llama_ft.config import to_yaml
 from llama_ft.config.attempts import describe_attempts
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.plan.spare_memory import use_spare_memory
+from llama_ft.run.inputs import RunInputs
 from llama_ft.run.parts import Part
 from llama_ft.run.parts.final_tasks import FinalTasks
 from llama_ft.run.parts.report import ReportFacts
@@ -23,22 +24,22 @@ from llama_ft.run.parts.summary import Summary
 from llama_ft.run.parts.tracked_model import TrackedModel
 from llama_ft.run.parts.uploads import UploadedRun
 from llama_ft.run.result import end_run
-from llama_ft.run.setup import RunInputs, Setup, take_newer
+from llama_ft.run.setup import Setup, take_newer
 from llama_ft.run.training_run import TrainingRun
 from llama_ft.runtime import log
 
 
-def run_parts(setup: Setup, config: Config, inputs: RunInputs) -> list[Part]:
+def run_parts(setup: Setup, inputs: RunInputs) -> list[Part]:
     """Return what the run does in addition to training, in order; uploads and the summary follow,
     see `open_run`. Errors in settings are raised here, before the model is loaded. All ranks call it
     together.
 
     Args:
         setup: what is known before.
-        config: the settings.
-        inputs: the result of `Setup.check_inputs`.
+        inputs: the result of `resolve_inputs`.
     """
     ranks = setup.ranks
+    config = inputs.config
     parts = list[Part]()
     if ranks.world_size > 1:
         parts.append(SlowRanks(ranks))
@@ -54,30 +55,24 @@ def run_parts(setup: Setup, config: Config, inputs: RunInputs) -> list[Part]:
 
 @contextmanager
 def open_run(
-    setup: Setup,
-    config: Config,
-    inputs: RunInputs,
-    batches: data.TrainingBatches,
-    built: models.BuiltModel,
-    parts: Sequence[Part],
+    setup: Setup, inputs: RunInputs, built: models.BuiltModel, parts: Sequence[Part]
 ) -> Iterator[TrainingRun]:
     """Create the run's directory (nothing is written before) and start the trackers.
 
     Args:
         setup: what was known before.
-        config: the settings, with all choices made.
-        inputs: the result of `Setup.check_inputs`.
-        batches: the plan of all steps.
+        inputs: the result of `resolve_inputs`.
         built: the loaded model; its FSDP units are for the report.
         parts: the result of `run_parts`, and your own.
     """
     ranks = setup.ranks
+    config = inputs.config
     name = config.model.model_name
     directory = checkpoint.create_run_directory(config.checkpoint, name, ranks, setup.resumed)
     log.info(f"Run directory: {directory}")
     resumed = setup.resumed
     uploads = checkpoint.open_uploads(setup.store, directory, config.checkpoint, resumed, ranks)
-    setup = take_newer(setup, config, inputs.description, batches, uploads)
+    setup = take_newer(setup, config, inputs.description, inputs.batches, uploads)
     setup = dataclasses.replace(setup, config=config)
     resumed = setup.resumed
     at_end = partial(end_run, directory, uploads, ranks)
@@ -107,8 +102,8 @@ def open_run(
 
     hooks = dataclasses.replace(hooks, saved=saved)
     writer = checkpoint.CheckpointWriter(directory, config.checkpoint, description, ranks, hooks)
-    run_log = _open_log(setup, directory, attempts, batches.total_steps)
-    run = TrainingRun(setup, inputs, batches, built, writer, run_log, parts)
+    run_log = _open_log(setup, directory, attempts, inputs.batches.total_steps)
+    run = TrainingRun(setup, inputs, built, writer, run_log, parts)
     with run.log:
         for part in parts:
             part.opened(run)

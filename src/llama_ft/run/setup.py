@@ -9,47 +9,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from llama_ft import checkpoint, data, models, observe, runtime, training
-from llama_ft.config import Config, as_fraction, differences, parse_duration
-from llama_ft.config.paths import PROMPT_FORMAT, unusual_output_dir
+from llama_ft.config import Config, differences, parse_duration
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.export import check_export
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
 from llama_ft.plan.types import Recipe
-from llama_ft.run.evaluation import Evaluation
 from llama_ft.run.result import end_run
 from llama_ft.runtime import Ranks, log
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """What a run reads, checked: see `Setup.check_inputs`.
-
-    Attributes:
-        tokenizer: of the run.
-        dataset: the tokenized data.
-        description: for trainer.json; a resumed run must have the same.
-        evaluation: of the model: losses and answers.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    dataset: data.TokenizedData
-    description: dict[str, Any]
-    evaluation: Evaluation
 
 
 @dataclass(frozen=True)
 class Setup:
     """The start of a run on this rank; see `start_run`.
 
-    The settings change while the run starts: `choose_kernels` and `plan_memory` return them with
-    auto replaced by a choice.
-
     Attributes:
         config: the settings of the command line and YAML, with precision and dataset_format.
+            `resolve_inputs` replaces each auto by a choice.
         origins: dotted name -> the flag or the YAML line that set it.
         ranks: all processes of the run.
         memory: measures each phase.
@@ -84,100 +62,20 @@ class Setup:
         """Directories of the checkpoint and of the run that are resumed; none for a new run."""
         return () if self.resumed is None else (self.resumed.folder, self.resumed.run)
 
-    def choose_kernels(self, config: Config, model_config: PretrainedConfig) -> Config:
+    def choose_kernels(self, model_config: PretrainedConfig) -> Config:
         """Log the fused kernels, and return the settings with use_liger resolved. A resumed run
         keeps its choice."""
-        wanted = config.model.use_liger
-        if wanted == "auto" and self.resumed is not None:
-            wanted = self.resumed.trainer["config"]["model"]["use_liger"]
+        config = self.config
+        use_liger = config.model.use_liger
+        if use_liger == "auto" and self.resumed is not None:
+            use_liger = self.resumed.trainer["config"]["model"]["use_liger"]
         compiles = config.model.compile
-        choose = partial(models.choose_liger, wanted, model_config, compiles, self.ranks.target)
+        choose = partial(models.choose_liger, use_liger, model_config, compiles, self.ranks.target)
         use_liger, message = self.ranks.broadcast_from_rank0(choose)
         if message:
             log.info(message)
         model = dataclasses.replace(config.model, use_liger=use_liger)
         return dataclasses.replace(config, model=model)
-
-    def check_inputs(
-        self,
-        config: Config,
-        folder: Path,
-        model_config: PretrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        new_tokens: models.NewTokens | None,
-        dataset: data.TokenizedData,
-    ) -> RunInputs:
-        """Check that sample prompts can be answered, that the final model can be saved, and that a
-        resumed run has the same model and data."""
-        log.info("\n".join(dataset.summary))
-        for warning in (*dataset.warnings, *dataset.leaks):
-            log.warning(warning)
-        if dataset.images is not None:
-            training.check_image_settings(config, dataset.images)
-        elif config.train.sample_images:
-            raise UserError("--sample_images: no sample has images. Leave it out.")
-        elif models.trains_images(config.model):
-            raise UserError(
-                "--train_vision and --freeze_LLM_only: no sample has images. Leave them out."
-            )
-        vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
-        report = dataset.report
-        prompts = training.sample_prompts(
-            config.train, report.chat_sample, report.chat_tools, dataset.prompt_format
-        )
-        training.check_sample_prompts(prompts, tokenizer, vocabulary, dataset.images)
-        if tokenizer.chat_template and any(isinstance(one.prompt, str) for one in prompts):
-            log.info(f"sample prompts: {data.AS_TEXT}")
-        if self.ranks.is_main:
-            check_export(model_config, tokenizer, folder)
-        description = {
-            "batches": data.BATCHES_VERSION[config.data.batching_strategy],
-            "split": data.SPLIT_VERSION if as_fraction(config.data.validation) else None,
-            "global_batch": self.global_batch,
-            "contents": {"model_name": models.fingerprint(folder), **dataset.fingerprints()},
-            "chat_template": tokenizer.chat_template,
-            PROMPT_FORMAT: dataset.prompt_format,
-            "new_tokens": new_tokens and dataclasses.asdict(new_tokens),
-            "leaks": list(dataset.leaks),
-        }
-        check_same_run(self.resumed, config, description, self.origins)
-        scores = training.AnswerScores(config.train, dataset.validations, tokenizer, dataset.images)
-        return RunInputs(tokenizer, dataset, description, Evaluation(tokenizer, prompts, scores))
-
-    def check_batches(
-        self, config: Config, batches: data.TrainingBatches, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        """Log the number of steps, advice and samples."""
-        log.info(batches.describe())
-        check_not_beyond(self.resumed, batches)
-        asked = config.train.warmup_steps
-        warmup = training.warmup_steps(config.train, batches.total_steps)
-        if asked > warmup:
-            log.warning(
-                f"warmup_steps {asked} is too long for {batches.total_steps} steps; using {warmup}."
-            )
-        names_dataset = "data.dataset" in self.origins
-        for advice in training.advice(config, names_dataset, self.global_batch, batches.size):
-            log.warning(advice)
-        output_dir = config.checkpoint.output_dir
-        if self.ranks.is_main and output_dir is not None:
-            unusual = unusual_output_dir(output_dir, config.model.model_name)
-            if unusual:
-                log.warning(unusual)
-        if config.data.show_samples:
-            data.show_samples(batches.first_samples(), tokenizer, config.data.show_samples)
-
-    def plan_memory(
-        self,
-        config: Config,
-        folder: Path,
-        new_tokens: models.NewTokens | None,
-        dataset: data.TokenizedData,
-        batches: data.TrainingBatches,
-    ) -> Config:
-        """Start to plan the memory in another process. Wait for it only if it chooses
-        activation_checkpointing. Return the settings with the choice."""
-        return self.preflight.start(config, folder, new_tokens, dataset, batches, self.ranks)
 
 
 def check_not_beyond(resumed: checkpoint.Checkpoint | None, batches: data.TrainingBatches) -> None:

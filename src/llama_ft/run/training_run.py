@@ -13,8 +13,9 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import checkpoint, data, models, observe, runtime, training
 from llama_ft.data import StepBatches
 from llama_ft.run.due import set_due
+from llama_ft.run.inputs import RunInputs
 from llama_ft.run.parts import Part, gather_numbers
-from llama_ft.run.setup import RunInputs, Setup
+from llama_ft.run.setup import Setup
 from llama_ft.runtime import log
 from llama_ft.runtime.ends.exit import Stop
 from llama_ft.training import Objective, StepOutcome
@@ -27,8 +28,7 @@ class TrainingRun:
 
     Args:
         setup: what was known before, with all choices made in its `config`.
-        inputs: the result of `Setup.check_inputs`; its description is complete.
-        batches: the plan of all steps.
+        inputs: the result of `resolve_inputs`; its description is complete.
         built: the model, loaded.
         writer: of checkpoints.
         run_log: metrics.jsonl, trackers and progress.
@@ -54,7 +54,6 @@ class TrainingRun:
         self,
         setup: Setup,
         inputs: RunInputs,
-        batches: data.TrainingBatches,
         built: models.BuiltModel,
         writer: checkpoint.CheckpointWriter,
         run_log: observe.RunLog,
@@ -70,7 +69,7 @@ class TrainingRun:
         self._evaluation = inputs.evaluation
         self._tokenizer = inputs.tokenizer
         self.description = inputs.description
-        self.batches = batches
+        self.batches = inputs.batches
         self.built = built
         self.writer = writer
         self.directory = writer.run

@@ -4,6 +4,7 @@ from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.training.advice import advice
 from llama_ft.training.check_packing import check_packing
 from llama_ft.training.evaluation import (
+    SamplePrompt,
     answer_prompts,
     check_sample_prompts,
     evaluation_metrics,

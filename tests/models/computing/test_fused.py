@@ -155,9 +155,10 @@ def test_a_resumed_run_keeps_its_kernels_or_stops() -> None:
     def resume(stored: bool) -> bool | str:
         trainer = {"config": {"model": {"use_liger": stored}}}
         ranks = SimpleNamespace(target=CPU, broadcast_from_rank0=lambda function: function())
-        setup: Any = SimpleNamespace(resumed=SimpleNamespace(trainer=trainer), ranks=ranks)
+        resumed = SimpleNamespace(trainer=trainer)
+        setup: Any = SimpleNamespace(config=Config(), resumed=resumed, ranks=ranks)
         model_config = AutoConfig.for_model("llama", **SHAPE)
-        return Setup.choose_kernels(setup, Config(), model_config).model.use_liger
+        return Setup.choose_kernels(setup, model_config).model.use_liger
 
     assert resume(False) is False
     with pytest.raises(UserError, match="(?s)need CUDA.*--use_liger false"):

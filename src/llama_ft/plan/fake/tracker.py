@@ -86,6 +86,9 @@ class Tracker(TorchDispatchMode):
         self._holder = CATEGORY_OF_PHASE[phase]
         self._update_peak()
 
+    def leave(self) -> None:
+        """See PhaseMonitor. What follows counts for the phase until another one begins."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
