@@ -8,7 +8,7 @@ from forked import REPOSITORY
 PLAN = REPOSITORY / "src" / "llama_ft" / "plan"
 PATCHES = PLAN / "fake" / "patches.py"
 # what patches.py may import of llama_ft: nothing that could be patched
-NAMES = {"UserError", "MemoryCategory", "AdapterOff", "StoredReference"}
+NAMES = {"UserError", "MemoryCategory"}
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What the planner patches in torch, in Transformers and in llama_ft, with the reason for each.
+"""What the planner patches in torch and in Transformers, with the reason for each.
 
 All patches hold only in a `with` block, in the process of the planner. Private names of torch may
 be missing in a newer version: then training continues without a plan.
@@ -102,7 +102,11 @@ def counted_memory(
 def planned_models(device: str) -> Iterator[None]:
     """In the block, torch and Transformers compute in ways that work with fake tensors, which stand
     for tensors on `device`."""
-    patches = [*_fake_tensor_patches()]
+    patches: list[Any] = [
+        # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
+        # operations instead.
+        patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
+    ]
     if device == "cuda":
         # torch's RMSNorm on the CPU keeps more for backward than CUDA's kernel.
         patches.append(patch.object(functional, "rms_norm", _KernelNorm.apply))
@@ -110,12 +114,3 @@ def planned_models(device: str) -> Iterator[None]:
         for each in patches:
             stack.enter_context(each)
         yield
-
-
-def _fake_tensor_patches() -> list[Any]:
-    """Return the patches of what does not work with fake tensors."""
-    return [
-        # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
-        # operations instead.
-        patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
-    ]
