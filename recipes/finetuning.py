@@ -90,19 +90,16 @@ def build_model(
     request: models.ModelRequest, ranks: Ranks | None, memory: PhaseMonitor
 ) -> models.BuiltModel:
     """Build the model on the meta device, add adapters, shard it, and then load weights, each rank
-    its own rows.
+    its own rows. `built` collects what later steps need of earlier ones.
 
-    It builds every model: to train, as DPO's reference, for a plan, to answer and to evaluate; for
-    an export, without ranks, only on the meta device. `built` collects what later steps need of
-    earlier ones.
+    It builds every model: to train, as a reference, for a plan, to answer and to evaluate; for an
+    export, without ranks, only on the meta device.
     """
     config = request.config
     precision = request.precision
     report = log.debug if request.purpose == "read" else log.info
     quantization = models.choose_quantization(
-        config.quantization,
-        request.model_config,
-        use_peft=config.peft.use_peft or request.purpose != "train",
+        config.quantization, request.model_config, request.has_frozen_base
     )
     built = models.build_on_meta(
         request.model_config,
@@ -114,10 +111,8 @@ def build_model(
     model = built.model
     if built.image_parts:
         report(models.choose_trained_parts(built, config.model))
-    if others := built.left_out.modules:
-        report(
-            f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}"
-        )
+    if built.left_out.modules:
+        report(models.describe_left_out(built))
     if quantization is not None:
         log.info(models.quantize_linears(built, quantization))
     models.fuse_layers(model, config.model, config.train)
@@ -130,12 +125,7 @@ def build_model(
         built.adapter = models.inject_lora(built, config.peft, base_name, request.new_tokens)
         if experts := models.describe_experts(model):
             report(experts)
-    if request.purpose == "reference":  # frozen weights take half the memory
-        model.requires_grad_(False)
-    if config.model.freeze_layers:
-        models.freeze_first_layers(model, config.model.num_freeze_layers)
-    if request.purpose != "reference":
-        models.freeze_groups(model, config.train.groups)
+    models.freeze(model, request)  # freeze_layers, groups, or all of a reference
     built.has_chunked_loss = models.use_chunked_loss(built)
     if not (built.has_chunked_loss or built.has_score):
         report("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
@@ -154,13 +144,11 @@ def build_model(
 
     if request.purpose == "train":
         training.check_own_optimizer(model, config.train)  # --optimizer file.py:function
-
     memory.enter("load")
     started = time.perf_counter()
     built.stored = models.load_weights(built, ranks, models.LoadSettings.of(request))
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    counts = f"{trained:,} of {models.total_weights(model):,} parameters are trainable"
-    report(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")
+    seconds = time.perf_counter() - started
+    report(f"Weights loaded in {seconds:.1f} s; {models.describe_trained(model)}")
     memory.leave()
     return built
 

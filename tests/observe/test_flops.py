@@ -22,8 +22,8 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import BuiltModel
+from llama_ft.models.architecture.groups import freeze_first_layers
 from llama_ft.models.base.layers import decoder_layers
-from llama_ft.models.build import freeze_first_layers
 from llama_ft.models.quantization.choice import Quantization, quantize_linears
 from llama_ft.models.quantization.layers import FourBit
 from llama_ft.observe.flops import flop_formula, matmul_rate, published_peak, visible_pairs

@@ -1,20 +1,24 @@
 """Load a checkpoint directory as a sharded model: build it on the meta device, add adapters, shard
 it, load weights."""
 
-from llama_ft.models.quantization.layers import total_weights
+from llama_ft.models.quantization.layers import describe_trained, total_weights
 
 # isort: split
 from llama_ft.models.adapters.lora import describe_experts, inject_lora
-from llama_ft.models.architecture.groups import freeze_groups
+from llama_ft.models.architecture.groups import freeze, freeze_first_layers, freeze_groups
 from llama_ft.models.architecture.routers import use_router_loss
 from llama_ft.models.architecture.score_head import choose_head
-from llama_ft.models.architecture.text_part import auto_class, stop_ids, why_no_images
+from llama_ft.models.architecture.text_part import (
+    auto_class,
+    describe_left_out,
+    stop_ids,
+    why_no_images,
+)
 from llama_ft.models.base.source import fingerprint
 from llama_ft.models.build import (
     build_on_meta,
     check_no_adapter,
     find_new_tokens,
-    freeze_first_layers,
     load_tokenizer,
     local_folder,
     portable_name,

@@ -30,7 +30,7 @@ from llama_ft.models.architecture.cross_attention import keep_cross_attention_ap
 from llama_ft.models.architecture.new_tokens import find_growth
 from llama_ft.models.architecture.score_head import add_score
 from llama_ft.models.architecture.text_part import auto_class, keep_text_part, names_score, stop_ids
-from llama_ft.models.base.layers import decoder_layers, takes_more_than_text
+from llama_ft.models.base.layers import takes_more_than_text
 from llama_ft.models.base.replaced import replace_method
 from llama_ft.models.base.source import listed
 from llama_ft.models.built import BuiltModel, LeftOut, NewTokens
@@ -267,17 +267,6 @@ def _is_encoder(skeleton: PreTrainedModel, config: PretrainedConfig, is_multimod
 
 def _keep_layers() -> None:
     """Take the place of RWKV's own method and leave the weights as they are."""
-
-
-def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
-    """Freeze the first `count` decoder layers."""
-    layers = decoder_layers(model)
-    if count >= len(layers):
-        raise UserError(
-            f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer."
-        )
-    for layer in layers[:count]:
-        layer.requires_grad_(False)
 
 
 def vocabulary_size(config: PretrainedConfig) -> int | None:

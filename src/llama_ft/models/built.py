@@ -76,6 +76,11 @@ class ModelRequest:
     def precision(self) -> Precision:
         return self.storage or PRECISIONS[self.config.train.precision]
 
+    @property
+    def has_frozen_base(self) -> bool:
+        """Whether the weights of the base model are not trained, so that they can be quantized."""
+        return self.config.peft.use_peft or self.purpose != "train"
+
 
 def is_in(name: str, parts: list[str]) -> bool:
     """Return whether a parameter is one of `parts`, or belongs to a module among them."""

@@ -4,10 +4,13 @@ import re
 from collections.abc import Sequence
 
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config.settings.structured_values import ParameterGroup
 from llama_ft.errors import UserError
+from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.source import listed
+from llama_ft.models.built import ModelRequest
 
 NAMES_SHOWN = 3
 
@@ -68,3 +71,26 @@ def freeze_groups(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
             parameters[name].requires_grad_(False)
     if groups and not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError("--groups: every parameter is frozen, so there is nothing to train.")
+
+
+def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
+    """Freeze the first `count` decoder layers."""
+    layers = decoder_layers(model)
+    if count >= len(layers):
+        raise UserError(
+            f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer."
+        )
+    for layer in layers[:count]:
+        layer.requires_grad_(False)
+
+
+def freeze(model: PreTrainedModel, request: ModelRequest) -> None:
+    """Freeze what is not trained: the first layers with freeze_layers, and the groups that say so;
+    of a reference everything, since frozen weights take half the memory."""
+    config = request.config
+    if request.purpose == "reference":
+        model.requires_grad_(False)
+    if config.model.freeze_layers:
+        freeze_first_layers(model, config.model.num_freeze_layers)
+    if request.purpose != "reference":
+        freeze_groups(model, config.train.groups)

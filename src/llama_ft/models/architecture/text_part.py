@@ -37,7 +37,7 @@ from llama_ft.config import OBJECTIVES
 from llama_ft.errors import UserError
 from llama_ft.models.base.layers import takes_more_than_text
 from llama_ft.models.base.replaced import replace_method
-from llama_ft.models.built import LeftOut
+from llama_ft.models.built import BuiltModel, LeftOut
 
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -71,6 +71,12 @@ def stop_ids(folder: Path, config: PretrainedConfig) -> list[int]:
             known = settings["eos_token_id"]
     ids = known if isinstance(known, list) else [known]
     return [token for token in ids if isinstance(token, int)]
+
+
+def describe_left_out(built: BuiltModel) -> str:
+    """Return a line for the log about parts that are not loaded."""
+    others = ", ".join(built.left_out.modules)
+    return f"Only the text part is loaded and fine-tuned. Copied unchanged: {others}"
 
 
 def why_no_images(config: PretrainedConfig, objective: str | None = None) -> str:

@@ -466,3 +466,9 @@ def total_weights(model: nn.Module) -> int:
     counts = weight_counts(model)
     parameters = model.parameters()
     return sum(counts.get(id(parameter), parameter.numel()) for parameter in parameters)
+
+
+def describe_trained(model: nn.Module) -> str:
+    """Return how many parameters are trainable, for the log."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"{trained:,} of {total_weights(model):,} parameters are trainable"
