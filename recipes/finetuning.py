@@ -167,8 +167,8 @@ def train_step(
     loop: training.LoopState,
     ranks: Ranks,
 ) -> training.StepOutcome:
-    """Update the weights once, by the mean over the losses of all ranks: of tokens, or of samples.
-    The planner runs it, too."""
+    """Update the weights once, by the mean over the losses of all ranks. The planner runs it, too."""
+    step = objective.batches(step, built, ranks)  # as planned, or made with the current weights
     count = step.target_tokens if objective.counts_tokens else step.samples
     losses = []
     for batch in training.micro_batches(built, step, loop, ranks):

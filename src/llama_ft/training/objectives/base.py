@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llama_ft.config import Config
-from llama_ft.data import IGNORED, Batch, Encoder
+from llama_ft.data import IGNORED, Batch, Encoder, StepBatches
 from llama_ft.data.read.formats import Sample, SampleFormat
 from llama_ft.data.tokenize.encoder import Example
 from llama_ft.models import BuiltModel, packed_arguments
@@ -110,6 +110,12 @@ class Objective(ABC):
         """Return the pass of a model over all samples that the run needs before training, or None.
         `config`: the settings with kernels and activation checkpointing as they were chosen."""
         return None
+
+    def batches(self, planned: StepBatches, built: BuiltModel, ranks: Ranks) -> StepBatches:
+        """Return what an optimizer step trains on: as planned, unless the objective makes its own
+        batches with the weights before the step, such as answers of the model. All ranks call it
+        together. The losses are divided by the counts of what is returned, over all ranks."""
+        return planned
 
     @abstractmethod
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
