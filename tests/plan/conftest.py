@@ -1,11 +1,31 @@
 """Plans are made in this process: there is no process group in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(scope="module")
+def same_plans() -> Iterator[Callable[..., Any]]:
+    """A planner that takes each plan from its first time, also for llama_ft.plan.fit. Searches of
+    one module try the same settings, and a plan takes a second of a core."""
+    from llama_ft.plan import fit
+
+    known: dict[str, Any] = {}
+    predict = fit.predict
+
+    def predict_once(request: Any, recipe: Any, quick: bool = False) -> Any:
+        key = f"{quick} {request}"
+        if key not in known:
+            known[key] = predict(request, recipe, quick)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "predict", predict_once)
+        yield predict_once
 
 
 @pytest.fixture

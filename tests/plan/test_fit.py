@@ -11,6 +11,7 @@ from model_shapes import write_config
 
 from llama_ft.config import Config, load, to_yaml
 from llama_ft.config.wording.messages import size_text
+from llama_ft.plan import fit as fitting
 from llama_ft.plan.fit import (
     USABLE,
     Fit,
@@ -23,7 +24,6 @@ from llama_ft.plan.fit import (
     offload_note,
 )
 from llama_ft.plan.flags import device_bytes
-from llama_ft.plan.predict import predict
 from llama_ft.plan.types import PlanRequest
 
 
@@ -36,6 +36,9 @@ def shallow_model(
     return save_model(
         folder, hidden_size=64, intermediate_size=128, vocab_size=8000, max_position_embeddings=512
     )
+
+
+pytestmark = pytest.mark.usefixtures("same_plans")
 
 
 def request_for(
@@ -104,7 +107,7 @@ def search(
 ) -> tuple[list[Fit], list[str]]:
     """The answers, and what was planned for them."""
     printed = list[str]()
-    planned = predict(request, finetuning.RECIPE, quick)
+    planned = fitting.predict(request, finetuning.RECIPE, quick)
     return find_fits(request, finetuning.RECIPE, room, planned, quick, printed.append), printed
 
 
@@ -151,7 +154,7 @@ def test_changes_that_keep_the_training_add_up_until_it_fits(
     request = request_for(
         "--batch_size_training 4 --context_length 512 --use_peft", 1, folder=shallow_model
     )
-    planned = predict(request, finetuning.RECIPE)
+    planned = fitting.predict(request, finetuning.RECIPE)
     room = planned.outside_bytes + (planned.device_bytes - planned.outside_bytes) * 3 // 5
     [fit], printed = search(request, finetuning, room, quick)
     assert (fit.config.train.activation_checkpointing, fit.config.train.batch_size_training) == (
@@ -164,7 +167,7 @@ def test_changes_that_keep_the_training_add_up_until_it_fits(
         and fit.config.quantization.mode == "none"
     )
     assert fit.plan.device_bytes <= room < planned.device_bytes and len(printed) == 2
-    alone = predict(dataclasses.replace(request, config=fit.config), finetuning.RECIPE)
+    alone = fitting.predict(dataclasses.replace(request, config=fit.config), finetuning.RECIPE)
     assert alone.device_bytes <= room
 
 
@@ -174,7 +177,7 @@ def test_twice_the_ranks_are_suggested_if_optimizer_states_do_not_fit(
     request = request_for(
         "--context_length 256 --batch_size_training 1 --device cpu", 1, "cpu", shallow_model
     )
-    planned = predict(request, finetuning.RECIPE)
+    planned = fitting.predict(request, finetuning.RECIPE)
     fits, _ = search(request, finetuning, planned.device_bytes * 7 // 8)
     assert 1 < len(fits) <= 3
     assert (
@@ -195,10 +198,10 @@ def test_cpu_offload_is_suggested_with_the_host_memory_it_needs(
             f"{line} --enable_fsdp --fsdp_cpu_offload", 1, folder=shallow_model
         ).config,
     )
-    plan = predict(offloaded, finetuning.RECIPE)
-    assert plan.host_bytes > predict(request, finetuning.RECIPE).host_bytes
+    plan = fitting.predict(offloaded, finetuning.RECIPE)
+    assert plan.host_bytes > fitting.predict(request, finetuning.RECIPE).host_bytes
     fit = Fit(offloaded.config, ["--enable_fsdp", "--fsdp_cpu_offload"], "speed", plan, {})
-    planned = predict(request, finetuning.RECIPE)
+    planned = fitting.predict(request, finetuning.RECIPE)
     text = describe_fits(planned, [fit], 1, [""])
     host = size_text(max(plan.host_load_bytes, plan.host_save_bytes))
     assert f"and {host} of host memory per rank" in text
@@ -215,7 +218,7 @@ def test_no_suggestion_only_gives_up_more_than_another(
     assert not gives_up_more({"optimizer": "AdamW8bit"}, four_bit)
     line = "--context_length 256 --batch_size_training 1 --device cpu"
     request = request_for(line, 1, "cpu", shallow_model)
-    planned = predict(request, finetuning.RECIPE)
+    planned = fitting.predict(request, finetuning.RECIPE)
     fits, _ = search(request, finetuning, planned.device_bytes * 7 // 8)
     changes = [fit.change for fit in fits]
     assert len(changes) > 1
@@ -231,7 +234,7 @@ def test_ranks_are_doubled_up_to_8(world: int, expected: list[int], shallow_mode
 def test_the_choice_of_checkpointing_and_the_plan_report_the_same_size(
     finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = save_model(tmp_path / "model", num_hidden_layers=7)
+    folder = save_model(tmp_path / "model", num_hidden_layers=6)
     request = request_for("--context_length 64 --use_peft", 1, folder=folder)
     _, why, plan = choose_checkpointing(request, finetuning.RECIPE, math.inf, quick=False)
     assert not plan.is_quick
@@ -243,7 +246,7 @@ def test_the_choice_of_checkpointing_and_the_plan_report_the_same_size(
 def test_one_gpu_casts_weights_once_per_step_if_that_fits(
     finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = save_model(tmp_path / "model", num_hidden_layers=7)
+    folder = save_model(tmp_path / "model", num_hidden_layers=6)
 
     def choose(room: float, flags: str = "", world: int = 1) -> tuple[str, int]:
         line = f"--context_length 64 {flags}"
@@ -258,7 +261,7 @@ def test_one_gpu_casts_weights_once_per_step_if_that_fits(
     assert strategy == "FULL_SHARD", "the memory is unknown"
     kept = "--context_length 64 --enable_fsdp --sharding_strategy SHARD_GRAD_OP"
     request = request_for(kept, 1, folder=folder)
-    once = predict(request, finetuning.RECIPE, quick=True).device_bytes
+    once = fitting.predict(request, finetuning.RECIPE, quick=True).device_bytes
     assert once > twice
     assert choose(twice / USABLE + 1) == ("FULL_SHARD", twice)
     assert choose(once / USABLE + 1) == ("SHARD_GRAD_OP", once)

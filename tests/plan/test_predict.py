@@ -47,7 +47,7 @@ def held(plan: Any, phase: str) -> dict[str, int]:
     return holders
 
 
-@pytest.mark.parametrize("ranks", [1, 64])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 64])
 def test_full_fine_tuning_has_its_shard_of_weights_gradients_and_states(
     plan: Plan, tmp_path: Path, ranks: int
 ) -> None:
@@ -95,7 +95,9 @@ def test_frozen_groups_have_neither_gradients_nor_states(
     assert step["sharded parameters"] == trained + 2 * 2 * VOCABULARY * HIDDEN
 
 
-@pytest.mark.parametrize("trained", ["all", "no text", "projector by LoRA"])
+@pytest.mark.parametrize(
+    "trained", ["all", pytest.param("no text", marks=pytest.mark.slow), "projector by LoRA"]
+)
 def test_trained_parts_for_images_have_gradients_and_states(
     plan: Plan, tmp_path: Path, trained: str
 ) -> None:
@@ -142,7 +144,7 @@ def test_a_frozen_tower_keeps_no_activations_and_a_trained_one_keeps_them(
 
 
 def test_a_quick_plan_leaves_out_layers_of_the_text_part_only(plan: Plan, tmp_path: Path) -> None:
-    model = save_image_model(tmp_path / "model", "Qwen3-VL", num_hidden_layers=8)
+    model = save_image_model(tmp_path / "model", "Qwen3-VL", num_hidden_layers=6)
     asked = {"images": PlannedImages(1), "device": "cuda"}
     whole = plan(model, 1, *FLAGS, **asked)
     quick = plan(model, 1, *FLAGS, **asked, quick=True)
@@ -153,7 +155,7 @@ def test_a_quick_plan_leaves_out_layers_of_the_text_part_only(plan: Plan, tmp_pa
             assert held(quick, phase)[name] == pytest.approx(expected, rel=0.01, abs=2000), name
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_an_optimizer_of_a_users_file_is_planned(plan: Plan, tmp_path: Path, ranks: int) -> None:
     model = write_llama(tmp_path / "model")
     flags = ("--enable_fsdp", "--optimizer", f"{REPOSITORY}/examples/muon.py:muon")
@@ -166,7 +168,7 @@ def test_an_optimizer_of_a_users_file_is_planned(plan: Plan, tmp_path: Path, ran
     assert saved == pytest.approx(4 * matrices / ranks, rel=0.01)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_scored_answers_are_planned_with_their_keys_and_values(
     plan: Plan, tmp_path: Path, ranks: int
 ) -> None:
@@ -234,7 +236,7 @@ def test_vision_towers_count_only_in_the_size_of_the_model_file(plan: Plan, tmp_
         assert (of_whole.result_bytes > alone.result_bytes + 100_000) == (flags == [])
 
 
-@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("quick", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tensors_that_an_export_copies_count_in_the_final_model(
     plan: Plan, tmp_path: Path, quick: bool
 ) -> None:
@@ -349,7 +351,7 @@ def test_quantized_layers_take_their_quantized_bytes(
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_weights_as_stored_take_the_bytes_of_the_checkpoint(
     plan: Plan, tmp_path: Path, ranks: int
 ) -> None:

@@ -199,20 +199,8 @@ def chosen(finetuning: ModuleType, folder: Path, room: float, *flags: str) -> An
 
 
 def test_activation_checkpointing_auto_is_the_cheapest_that_fits(
-    finetuning: ModuleType, plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch
+    finetuning: ModuleType, plan: Plan, folder: Path, same_plans: object
 ) -> None:
-    from llama_ft.plan import fit
-
-    planned_before: dict[str, Any] = {}
-    predict = fit.predict
-
-    def predict_once(request: Any, build_model: Any, quick: bool = False) -> Any:
-        key = f"{quick} {request}"
-        if key not in planned_before:
-            planned_before[key] = predict(request, build_model, quick)
-        return planned_before[key]
-
-    monkeypatch.setattr(fit, "predict", predict_once)  # the same plans are tried for each room
     ways = ("off", "selective", "full")
     needs = {
         how: plan(folder, 2, *FLAGS, "--activation_checkpointing", how).device_bytes for how in ways
