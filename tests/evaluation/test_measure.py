@@ -97,11 +97,18 @@ def test_tasks_of_a_hub_that_does_not_answer_fail_without_retries(
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_tasks_that_cannot_be_found_or_run_are_reported(
-    tied_model: Path, ask: Callable[..., Any]
-) -> None:
+@pytest.mark.slow  # lm_eval lists its thousands of tasks
+def test_a_task_that_cannot_be_found_is_reported(tied_model: Path, ask: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match="--tasks helaswag: cannot be loaded"):
         ask(tied_model, tasks=["helaswag"])
+
+
+def test_tasks_that_cannot_be_loaded_or_run_are_reported(
+    tied_model: Path, ask: Callable[..., Any], tmp_path: Path
+) -> None:
+    absent = str(tmp_path / "absent.yaml")
+    with pytest.raises(UserError, match=f"--tasks {absent}: cannot be loaded"):
+        ask(tied_model, tasks=[absent])
     long = {
         "output_type": "generate_until",
         "generation_kwargs": {"until": ["</s>"], "max_gen_toks": 256},

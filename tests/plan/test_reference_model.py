@@ -32,8 +32,15 @@ def plan(
     return predict(request, finetuning.RECIPE, quick)
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("objective", OTHER_MODEL)
+@pytest.mark.parametrize(
+    ("objective", "quick"),
+    [
+        ("dpo", True),
+        pytest.param("dpo", False, marks=pytest.mark.slow),
+        pytest.param("distill", True, marks=pytest.mark.slow),
+        ("distill", False),
+    ],
+)
 def test_a_larger_other_model_is_planned(
     finetuning: ModuleType,
     save_model: Callable[..., Path],
@@ -42,7 +49,7 @@ def test_a_larger_other_model_is_planned(
     quick: bool,
 ) -> None:
     small = save_model(tmp_path / "small", num_hidden_layers=2)
-    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 7}
+    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     large = save_model(tmp_path / "large", **size)
     alone = plan(finetuning, small, objective, None, quick)
     with_small = plan(finetuning, small, objective, small, quick)

@@ -100,7 +100,7 @@ def test_a_loss_read_one_step_late_is_logged_for_its_own_step(
         assert line == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("Adafactor", marks=pytest.mark.slow)])
 def test_after_a_failed_step_no_weight_changes_even_if_its_loss_is_read_late(
     launch: Callable[..., Finished], tmp_path: Path, optimizer: str
 ) -> None:

@@ -13,7 +13,7 @@ from agents import SLOWED, nodes, wait_until
 from conftest import RECIPE, metrics, reproducible_metrics
 from forked import forked, start_forked
 
-STEPS = 60
+STEPS = 40
 # Without LoRA's dropout, whose random numbers depend on the rank.
 SETTINGS = (
     "--precision fp32 --enable_fsdp --batch_size_training 2 --gradient_accumulation_steps 2 --num_epochs 99 "
@@ -96,7 +96,7 @@ def test_a_lost_node_that_returns_changes_no_step(
         started.lose(first)
         lost_after = last_step(run)
         wait_until(lambda: last_step(run) > lost_after, second)
-        started.take_per_step(1.0)  # so that the node is back before the run ends
+        started.take_per_step(2.0)  # so that the node is back before the run ends
         first = started.start("first")
         wait_until(lambda: started.output.count("= ranks (2) x micro-batch") >= 2, first, second)
         started.take_per_step(0.0)

@@ -140,6 +140,7 @@ def test_the_reference_of_dpo_is_fetched_with_its_checkpoint(
     store = ObjectStore(url, "")
     pairs = write_pairs(tmp_path / "pairs.jsonl", 64)
     flags = [*crash.FLAGS, "--model_name", f"{inputs}/model", "--dataset", str(pairs), "--no_plan"]
+    flags[flags.index("--num_epochs") + 1] = "2"
     flags += ["--objective", "dpo"]
     whole = tmp_path / "whole"
     finished = forked(RECIPE, *flags, "--output_dir", whole, ranks=2)
