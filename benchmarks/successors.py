@@ -97,7 +97,7 @@ class Watch:
 
 def slow_down() -> None:
     """Make this rank slow where a case says so, before it runs the recipe."""
-    from llama_ft import checkpoint, models
+    from llama_ft import export, models
     from llama_ft.checkpoint.writer import _ShardWriter
     from llama_ft.run import TrainingRun
 
@@ -113,7 +113,7 @@ def slow_down() -> None:
     rank = int(os.environ["RANK"])
     delayed(_ShardWriter, "write_data", float(os.environ["WRITE_SECONDS"].split()[rank]))
     delayed(models, "load_weights", float(os.environ["LOAD_SECONDS"]))
-    delayed(checkpoint, "export_model", float(os.environ["EXPORT_SECONDS"]))
+    delayed(export, "export_model", float(os.environ["EXPORT_SECONDS"]))
     delayed(TrainingRun, "begin_step", STEP_SECONDS)
 
 
