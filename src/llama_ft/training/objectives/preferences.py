@@ -56,7 +56,23 @@ class Pairs(NamedTuple):
 
 # float32 [pairs]: the loss of each pair, and further numbers to log.
 PairLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
-PairLoss = Callable[[Pairs, PreferenceConfig], PairLosses]
+
+
+@dataclasses.dataclass(frozen=True)
+class PairLoss:
+    """A loss of pairs, and what it needs.
+
+    Attributes:
+        losses: computes it.
+        of_means: c and r are means per token, in the loss and in what is logged.
+        loss_of_means: they are means per token in the loss only, as in TRL.
+        has_nll: the loss uses `Pairs.nll`.
+    """
+
+    losses: Callable[[Pairs, PreferenceConfig], PairLosses]
+    of_means: bool = False
+    loss_of_means: bool = False
+    has_nll: bool = False
 
 
 def dpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
@@ -89,7 +105,12 @@ def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     return pairs.nll - settings.beta * ratio, logged
 
 
-LOSSES: dict[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
+LOSSES: dict[str, PairLoss] = {
+    "dpo": PairLoss(dpo),
+    "ipo": PairLoss(ipo, loss_of_means=True),
+    "simpo": PairLoss(simpo, of_means=True),
+    "orpo": PairLoss(orpo, of_means=True, has_nll=True),
+}
 
 
 class Preferences(Objective):
@@ -107,7 +128,6 @@ class Preferences(Objective):
         super().__init__(config)
         settings = self.config.preference
         self._loss = LOSSES[settings.objective]
-        self._is_mean = settings.objective in ("simpo", "orpo")
         has_reference = settings.entry.first_pass is not None
         self.reference: Reference | None = build_reference(self.config) if has_reference else None
 
@@ -129,23 +149,22 @@ class Preferences(Objective):
         if self.reference is not None:
             of_reference = self.reference.log_probabilities(built, batch, ranks)
             reference = self._per_example(of_reference, batch)
-        has_nll = settings.objective == "orpo"
-        with_prompts = _with_prompts(batch) if has_nll else batch
+        with_prompts = _with_prompts(batch) if self._loss.has_nll else batch
         computed = target_losses(built, with_prompts, ranks.device, per_token=True)
         losses = computed.losses
         log_probabilities = example_log_probabilities(losses, batch, with_prompts)
         scores = self._per_example(log_probabilities, batch)  # [examples]
         chosen, rejected = _of_pairs(scores - reference, count)
         pairs = Pairs(chosen, rejected)
-        if settings.objective == "ipo":  # the loss uses means per token; sums are logged, as in TRL
+        if self._loss.loss_of_means:
             tokens = sent(targets_per_example(batch), ranks.device)
             chosen_tokens, rejected_tokens = _of_pairs(tokens, count)
             pairs = Pairs(chosen / chosen_tokens, rejected / rejected_tokens)
-        if has_nll:
+        if self._loss.has_nll:
             nll_sums = -example_log_probabilities(losses, with_prompts)
             nll, _ = _of_pairs(self._per_example(nll_sums, with_prompts), count)
             pairs = pairs._replace(nll=nll)
-        pair_losses, logged_by_loss = self._loss(pairs, settings)
+        pair_losses, logged_by_loss = self._loss.losses(pairs, settings)
         if settings.rpo_alpha:
             chosen_nll = self._chosen_nll(log_probabilities, batch, count)
             pair_losses = pair_losses + settings.rpo_alpha * chosen_nll
@@ -174,9 +193,8 @@ class Preferences(Objective):
         return chosen
 
     def _per_example(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return sums over the targets of each example, float32 [examples]; with simpo and orpo,
-        means."""
-        if not self._is_mean:
+        """Return sums over the targets of each example, float32 [examples], or means."""
+        if not self._loss.of_means:
             return sums
         return sums / sent(targets_per_example(batch), sums.device)
 
