@@ -1,0 +1,144 @@
+"""An objective is added to a copy of the tree, by changing as few files as the pages say."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from pages import Page
+
+PAGE = REPOSITORY / "docs" / "development" / "add-a-loss.md"
+# argv: a name, and a setting that it does not have
+LOAD = """
+import sys
+from llama_ft.config import load
+from llama_ft.errors import UserError
+from llama_ft.training import build_objective
+name, other = sys.argv[1:]
+flags = ["--objective", name, "--model_name", "demo", "--dataset", "demo"]
+config, _ = load(flags, paths=False)
+objective = build_objective(config)
+for more in ([f"--{other}", "0.3"], ["--streaming", "--max_train_step", "3"]):
+    try:
+        load([*flags, *more], paths=False)
+    except UserError as error:
+        print(error.messages)
+    else:
+        raise SystemExit(f"{more} is not rejected")
+"""
+HINGE = """
+from types import SimpleNamespace
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from llama_ft.config import Config, PeftConfig, PreferenceConfig
+from llama_ft.data import Batch
+from llama_ft.models import BuiltModel
+torch.manual_seed(0)
+shape = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=1, vocab_size=20)).train()
+ids = torch.arange(10).view(2, 5)
+settings = PreferenceConfig(objective="hinge", beta=0.5)
+objective = build_objective(Config(preference=settings))
+reference = torch.tensor([-2.0, -9.0])
+objective.reference = SimpleNamespace(log_probabilities=lambda *_: reference)
+batch = Batch(ids, ids, [5, 5], False, ["a", "b"])
+found = objective.loss(BuiltModel(model), batch, SimpleNamespace(device=ids.device)).loss
+logits = model(ids).logits.log_softmax(-1)
+scores = logits[:, :-1].gather(2, ids[:, 1:, None]).sum((1, 2)) - reference
+torch.testing.assert_close(found, torch.relu(1 - 0.5 * (scores[0] - scores[1])))
+"""
+ENTRY = """    "scored": ObjectiveEntry(
+        "llama_ft.training.objectives.scored:Scored",
+        settings=OF_TEXT,
+        first_pass=PassEntry(
+            file="scored.safetensors",
+            paths={"teacher_model": "model_of_new_run"},
+            is_needed=lambda s: True,
+            why_no_stream="cannot be used: objective {objective} scores all samples before training.",
+        ),
+    ),
+    "kto": ObjectiveEntry(
+"""
+SCORED = '''
+from llama_ft.training.objectives.first_pass import FirstPass
+from llama_ft.training.objectives.sft import SupervisedFineTuning
+
+
+class ScorePass(FirstPass):
+    """Scores all samples with another model."""
+
+    title = "Scores"
+    flag = "--teacher_model"
+
+    def prepare(self, inputs, build_model, memory):
+        self._inputs = inputs
+
+    def complete(self, built, directory):
+        pass
+
+    def compute(self, built, batch, ranks):
+        pass
+
+    def fill_for_plan(self):
+        pass
+
+
+class Scored(SupervisedFineTuning):
+    """Next-token prediction, weighted by scores."""
+
+    def first_pass(self, config):
+        return ScorePass(config, config.preference.teacher_model, config.quantization)
+'''
+WITH_PASS = """
+from llama_ft.config.paths import RUN_ENTRIES
+assert objective.first_pass(config).flag == "--teacher_model"
+assert "scored.safetensors" in RUN_ENTRIES
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for name in ("src", "recipes", "configs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
+    return tmp_path
+
+
+def contents(copy: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in copy.rglob("*.py")}
+
+
+def run(copy: Path, code: str, *arguments: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, check=False)
+    assert done.returncode == 0
+
+
+def changed(before: dict[Path, bytes], after: dict[Path, bytes]) -> list[Path]:
+    return [file for file, content in after.items() if before.get(file) != content]
+
+
+def test_the_pair_loss_of_the_page_changes_two_files(copy: Path) -> None:
+    before = contents(copy)
+    [diff] = [block for block in Page(PAGE).blocks("diff") if "hinge" in block]
+    subprocess.run(["git", "apply", "-"], cwd=copy, input=diff, text=True, check=True)
+    run(copy, LOAD + HINGE, "hinge", "simpo_gamma")
+    assert len(changed(before, contents(copy))) == 2
+
+
+def test_an_objective_with_a_pass_over_another_model_changes_at_most_three_files(
+    copy: Path,
+) -> None:
+    before = contents(copy)
+    registry = copy / "src" / "llama_ft" / "config" / "objectives.py"
+    text = registry.read_text()
+    place = '    "kto": ObjectiveEntry(\n'
+    assert text.count(place) == 1
+    registry.write_text(text.replace(place, ENTRY))
+    folder = copy / "src" / "llama_ft" / "training" / "objectives"
+    (folder / "scored.py").write_text(SCORED)
+    run(copy, LOAD + WITH_PASS, "scored", "beta")
+    assert len(changed(before, contents(copy))) <= 3
