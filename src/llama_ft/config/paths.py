@@ -73,6 +73,10 @@ PROMPT_FORMAT = "prompt_format"
 CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that export/weights.py writes
 
 
+# a field, its value, and the function that returns what is wrong with that value
+Check = tuple[str, Any, Callable[[Any], str | None]]
+
+
 def check_paths(
     values: Mapping[str, Any],
     origins: Mapping[str, str],
@@ -85,81 +89,15 @@ def check_paths(
         origins: field name -> where it was set.
         invalid: fields whose own value could not be read. They are not checked.
     """
-    dataset = values["dataset"]
-    is_mixture = isinstance(dataset, list)
-    datasets = [part["path"] for part in dataset] if is_mixture else [dataset]
-    named = values["validation"] if isinstance(values["validation"], dict) else {}
-    inputs = _inputs(values, [*datasets, *named.values()])
-
-    def tokenizer(name: str) -> str | None:
-        return _folder(name) if looks_local(name) else None
-
-    def validation(name: str) -> str | None:
-        is_data = as_fraction(name) is None and not is_split_of(name, dataset)
-        return data_problem(name) if is_data else None
-
-    def adapter(name: str) -> str | None:
-        problem = _folder(name, *ADAPTER_FILES)
-        return problem and (_result_in(expanded(name), ADAPTER_FILES[0]) or problem)
-
-    def chat_template(name: str) -> str | None:
-        problem = None if name in BUILT_IN_TEMPLATES else file_problem(name)
-        if problem and not looks_local(name):
-            return f"{problem} Built in are {', '.join(BUILT_IN_TEMPLATES)}; otherwise name a Jinja file."
-        return problem
-
-    def own_function(name: str) -> str | None:
-        return data_problem(name) if kind_of_data(name) == "function" else None
-
-    def validation_output(name: str) -> str | None:
-        if not name.endswith(".jsonl"):
-            return "expected the name of a .jsonl file."
-        file = expanded(name)
-        return NOT_A_FILE if file.is_dir() else not_writable(file.parent)
-
-    def input_or_output(name: str) -> str | None:
-        file = expanded(name)
-        return file_problem(name) if file.exists() else not_writable(file.parent)
-
-    def model_of_new_run(name: str) -> str | None:
-        # what it has computed is stored
-        return None if values["resume"] else model_problem(name)
-
-    of_passes: dict[PathKind, Callable[[str], str | None]] = {
-        "model": model_problem,
-        "model_of_new_run": model_of_new_run,
-        "file": input_or_output,
-    }
-
-    def output_dir(name: str) -> str | None:
-        resume = values["resume"]
-        # the URL of the run's own copy
-        is_own = resume is not None and resume == values["save_to"]
-        return output_dir_problem(name, values["overwrite"], "auto" if is_own else resume, inputs)
-
-    def save_to(url: str) -> str | None:
-        return store_problem(url, values["output_dir"])
-
-    # the field, its value, and the function that returns what is wrong with that value
-    checks: list[tuple[str, Any, Callable[[Any], str | None]]] = [
-        ("model_name", values["model_name"], model_problem),
-        ("tokenizer_name", values["tokenizer_name"], tokenizer),
-        *(
-            (name, values[name], of_passes[kind])
-            for entry in PASSES
-            for name, kind in entry.paths.items()
-        ),
-        *(("dataset", name, data_problem) for name in datasets),
-        ("validation", None if named else values["validation"], validation),
-        *(("validation", name, data_problem) for name in named.values()),
-        ("validation_output", values["validation_output"], validation_output),
-        ("from_peft_checkpoint", values["from_peft_checkpoint"], adapter),
-        ("chat_template", values["chat_template"], chat_template),
-        ("optimizer", values["optimizer"], own_function),
-        ("score", values["score"], own_function),
+    checks: list[Check] = [
+        *_models(values),
+        *_samples(values),
+        ("from_peft_checkpoint", values["from_peft_checkpoint"], _adapter_problem),
+        ("chat_template", values["chat_template"], _template_problem),
+        ("optimizer", values["optimizer"], _function_problem),
+        ("score", values["score"], _function_problem),
         *(("sample_images", name, file_problem) for name in values["sample_images"] or ()),
-        ("output_dir", values["output_dir"] or "output/<model>", output_dir),
-        ("save_to", values["save_to"], save_to),
+        *_outputs(values),
     ]
     messages = []
     for name, value, problem_of in checks:
@@ -178,20 +116,120 @@ def check_paths(
     return messages
 
 
-def _inputs(
-    values: Mapping[str, Any],
-    datasets: list[Any],
-) -> dict[str, Any]:
+def _models(values: Mapping[str, Any]) -> list[Check]:
+    """Return the checks of the model, its tokenizer, and the files of passes before training."""
+
+    def model_of_new_run(name: str) -> str | None:
+        # what it has computed is stored
+        return None if values["resume"] else model_problem(name)
+
+    of_passes: dict[PathKind, Callable[[str], str | None]] = {
+        "model": model_problem,
+        "model_of_new_run": model_of_new_run,
+        "file": _input_or_output_problem,
+    }
+    checks: list[Check] = [
+        ("model_name", values["model_name"], model_problem),
+        ("tokenizer_name", values["tokenizer_name"], _tokenizer_problem),
+    ]
+    for entry in PASSES:
+        checks += [(name, values[name], of_passes[kind]) for name, kind in entry.paths.items()]
+    return checks
+
+
+def _samples(values: Mapping[str, Any]) -> list[Check]:
+    """Return the checks of the training samples, of the validation samples, and of the file for
+    those."""
+    named = _named_validation(values)
+
+    def validation(name: str) -> str | None:
+        is_data = as_fraction(name) is None and not is_split_of(name, values["dataset"])
+        return data_problem(name) if is_data else None
+
+    return [
+        *(("dataset", name, data_problem) for name in _datasets(values)),
+        ("validation", None if named else values["validation"], validation),
+        *(("validation", name, data_problem) for name in named.values()),
+        ("validation_output", values["validation_output"], _samples_output_problem),
+    ]
+
+
+def _outputs(values: Mapping[str, Any]) -> list[Check]:
+    """Return the checks of the places that the run writes to."""
+    inputs = _inputs(values)
+
+    def output_dir(name: str) -> str | None:
+        resume = values["resume"]
+        # the URL of the run's own copy
+        is_own = resume is not None and resume == values["save_to"]
+        return output_dir_problem(name, values["overwrite"], "auto" if is_own else resume, inputs)
+
+    def save_to(url: str) -> str | None:
+        return store_problem(url, values["output_dir"])
+
+    return [
+        ("output_dir", values["output_dir"] or "output/<model>", output_dir),
+        ("save_to", values["save_to"], save_to),
+    ]
+
+
+def _datasets(values: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of a mixture, or the only dataset."""
+    dataset = values["dataset"]
+    return [part["path"] for part in dataset] if isinstance(dataset, list) else [dataset]
+
+
+def _named_validation(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the validation sets that have names."""
+    return values["validation"] if isinstance(values["validation"], dict) else {}
+
+
+def _inputs(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the run reads and `--overwrite` must not delete: name in messages -> path or
     name."""
     inputs = {name: values[name] for name in INPUTS}
     inputs["resume"] = values["resume"] if values["overwrite"] else None
     inputs["dataset"] = None  # each part has its own entry
+    named = _named_validation(values)
     if isinstance(inputs["validation"], dict):
         inputs["validation"] = None
-    for name in datasets:
+    for name in [*_datasets(values), *named.values()]:
         inputs[f"dataset {name}"] = name
     return inputs
+
+
+def _tokenizer_problem(name: str) -> str | None:
+    return _folder(name) if looks_local(name) else None
+
+
+def _adapter_problem(name: str) -> str | None:
+    problem = _folder(name, *ADAPTER_FILES)
+    return problem and (_result_in(expanded(name), ADAPTER_FILES[0]) or problem)
+
+
+def _template_problem(name: str) -> str | None:
+    problem = None if name in BUILT_IN_TEMPLATES else file_problem(name)
+    if problem and not looks_local(name):
+        return (
+            f"{problem} Built in are {', '.join(BUILT_IN_TEMPLATES)}; otherwise name a Jinja file."
+        )
+    return problem
+
+
+def _function_problem(name: str) -> str | None:
+    return data_problem(name) if kind_of_data(name) == "function" else None
+
+
+def _samples_output_problem(name: str) -> str | None:
+    if not name.endswith(".jsonl"):
+        return "expected the name of a .jsonl file."
+    file = expanded(name)
+    return NOT_A_FILE if file.is_dir() else not_writable(file.parent)
+
+
+def _input_or_output_problem(name: str) -> str | None:
+    file = expanded(name)
+    return file_problem(name) if file.exists() else not_writable(file.parent)
 
 
 def file_problem(name: str) -> str | None:
