@@ -7,10 +7,7 @@ process, data parallelism and sharding share one code path.
 """
 
 import os
-import sys
 import threading
-import time
-import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +20,10 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ft.environment import Launch
-from llama_ft.errors import LostRank, UserError, exit_on_error, plural
+from llama_ft.errors import UserError, exit_on_error, plural
 from llama_ft.processes import cores
 from llama_ft.runtime.attempts import Attempt, AttemptFile, earlier_attempt
 from llama_ft.runtime.console import configure_console
@@ -36,12 +33,11 @@ from llama_ft.runtime.ends.signals import StopSignals
 from llama_ft.runtime.ends.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
 from llama_ft.runtime.gather import gather
+from llama_ft.runtime.rendezvous import meet, store_of_given_group
 from llama_ft.runtime.run_lock import RunLock
 from llama_ft.runtime.target import Target, computing_on
 
 T = TypeVar("T")
-SECONDS_TO_NOTICE = 30.0  # until a rank says that it waits for others at the start
-LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
 
 
 @dataclass(frozen=True)
@@ -353,9 +349,9 @@ def start(
         try:
             store = dist.HashStore()
             if is_given:
-                store = _store_of_given_group()
+                store = store_of_given_group()
             elif launch.world_size > 1 or dist.is_torchelastic_launched():
-                store = _meet(launch.rank, launch.world_size, timeout_seconds)
+                store = meet(launch.rank, launch.world_size, timeout_seconds)
             place = pick_device(
                 device, torch.cuda.device_count(), launch.local_rank, launch.local_world_size
             )
@@ -506,76 +502,3 @@ def _silence_libraries(rank: int) -> None:
     if rank != 0:
         warnings.simplefilter("ignore")
         transformers_logging.set_verbosity_error()
-
-
-def _store_of_given_group() -> dist.Store:
-    """Return the store of a process group that the caller has started. Its keys have a prefix of
-    this run: the caller may start several in one group."""
-    name = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, src=0)
-    return dist.PrefixStore(f"llama_ft/{name[0]}", _get_default_store())
-
-
-def _meet(
-    rank: int,
-    world_size: int,
-    seconds: float,
-) -> dist.Store:
-    """Wait for all ranks at torchrun's address. Return the store of this attempt.
-
-    Usually torchrun's agent runs the store, so it outlives the ranks, and all keys need the name of
-    the attempt as a prefix. torchrun's restart count cannot be that name, because each node has its
-    own count. So rank 0 invents a name and sends it to each rank through the store.
-    """
-    timeout = max(seconds, LEAST_SECONDS_TO_START)
-    name = uuid.uuid4().hex
-    notice = threading.Timer(SECONDS_TO_NOTICE, _print_waiting, (rank, world_size))
-    notice.daemon = True
-    notice.start()
-    try:
-        return _meet_within(rank, world_size, timeout, name)
-    finally:
-        notice.cancel()
-
-
-def _print_waiting(rank: int, world_size: int) -> None:
-    """Say where a rank waits: the variables may be leftovers of a launcher, and nobody comes."""
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(
-            f"warning: rank {rank} of {world_size} waits for the others at {place}, as MASTER_ADDR, MASTER_PORT, RANK "
-            "and WORLD_SIZE say. If this is the only process, unset them.",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _meet_within(rank: int, world_size: int, timeout: float, name: str) -> dist.Store:
-    """See `_meet`. `name` is the one that rank 0 sends, or with which another rank asks."""
-    meetings = dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout))
-    shared, _, _ = next(iter(meetings))
-    store = dist.PrefixStore("llama_ft/meeting", shared)
-    deadline = time.monotonic() + timeout
-    if rank != 0:
-        # Each rank asks with a random name of its own, so an answer of an earlier attempt has
-        # another key.
-        question = name
-        store.set(f"question/{rank}", question)
-        try:
-            name = store.get(f"answer/{question}").decode()
-        except dist.DistStoreError as error:
-            raise LostRank(f"rank 0 has not started within {timeout:g} s.") from error
-        store.set(f"{name}/{rank}", "")
-    else:
-        missing = list(range(1, world_size))
-        while missing:
-            if time.monotonic() > deadline:
-                names = ", ".join(map(str, missing))
-                raise LostRank(f"rank {names} has not started within {timeout:g} s.")
-            for other in missing:
-                if store.check([f"question/{other}"]):
-                    question = store.get(f"question/{other}").decode()
-                    store.set(f"answer/{question}", name)
-            time.sleep(0.05)
-            missing = [other for other in missing if not store.check([f"{name}/{other}"])]
-    return dist.PrefixStore(f"llama_ft/{name}", shared)
