@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -330,24 +330,14 @@ def start(
     _silence_libraries(launch.rank)
     signals = StopSignals()
     ranks: Ranks | None = None
-    store: dist.Store | None = None
+    store: dist.Store = dist.HashStore()
     watchdog: Watchdog | None = None
 
     def end(error: BaseException) -> NoReturn:
-        context = ExitContext(
-            rank=launch.rank,
-            store=store,
-            status=ranks.status if ranks is not None else None,
-            end_requested=signals.end_requested,
-            describe_lost=watchdog.describe_lost if watchdog is not None else str,
-            explainer=ranks.explainer if ranks is not None else None,
-            leads_disk=ranks is not None and ranks.leads_disk,
-        )
-        exit_process(error, context)
+        exit_process(error, _exit_context(launch, store, signals, ranks, watchdog))
 
     with signals.listening(end):
         try:
-            store = dist.HashStore()
             if is_given:
                 store = store_of_given_group()
             elif launch.world_size > 1 or dist.is_torchelastic_launched():
@@ -358,30 +348,13 @@ def start(
             storage = torch.device("cpu") if cpu_offload else place
             _configure_cpu(storage, launch.local_world_size)
             degree = resolve_degree(shard_degree, launch.world_size, launch.local_world_size)
-            device_note = claim_device(place, memory_fraction)
+            devices = _Devices(place, storage, claim_device(place, memory_fraction))
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
             mesh = _open_mesh(launch, place, store, degree, timeout)
-            target = Target.of(place)
-            attempt_file = AttemptFile()
-            ranks = Ranks(
-                rank=launch.rank,
-                world_size=launch.world_size,
-                local_rank=launch.local_rank,
-                local_world_size=launch.local_world_size,
-                device=place,
-                storage_device=storage,
-                device_note=device_note,
-                mesh=mesh,
-                store=store,
-                attempt_file=attempt_file,
-                earlier=earlier_attempt(attempt_file.read()),
-                signals=signals,
-                target=target,
-                timeout=timeout,
-            )
+            ranks = _make_ranks(launch, devices, mesh, store, signals, timeout)
             if launch.world_size > 1:
                 watchdog = Watchdog(store, mesh, timeout_seconds, end)
-            with _watched_until_all_leave(watchdog), computing_on(target):
+            with _watched_until_all_leave(watchdog), computing_on(ranks.target):
                 yield ranks
             _finish(ranks)
             if not is_given:
@@ -389,6 +362,61 @@ def start(
         except BaseException as error:
             signals.closing(error)
             end(error)
+
+
+class _Devices(NamedTuple):
+    """See the attributes of `Ranks`."""
+
+    device: torch.device
+    storage: torch.device
+    note: str
+
+
+def _make_ranks(
+    launch: Launch,
+    devices: _Devices,
+    mesh: DeviceMesh,
+    store: dist.Store,
+    signals: StopSignals,
+    timeout: timedelta,
+) -> Ranks:
+    attempt_file = AttemptFile()
+    return Ranks(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank,
+        local_world_size=launch.local_world_size,
+        device=devices.device,
+        storage_device=devices.storage,
+        device_note=devices.note,
+        mesh=mesh,
+        store=store,
+        attempt_file=attempt_file,
+        earlier=earlier_attempt(attempt_file.read()),
+        signals=signals,
+        target=Target.of(devices.device),
+        timeout=timeout,
+    )
+
+
+def _exit_context(
+    launch: Launch,
+    store: dist.Store,
+    signals: StopSignals,
+    ranks: Ranks | None,
+    watchdog: Watchdog | None,
+) -> ExitContext:
+    """Return what ending the process needs. An error may come before there are ranks or a
+    watchdog."""
+    return ExitContext(
+        rank=launch.rank,
+        store=store,
+        status=ranks.status if ranks is not None else None,
+        end_requested=signals.end_requested,
+        describe_lost=watchdog.describe_lost if watchdog is not None else str,
+        explainer=ranks.explainer if ranks is not None else None,
+        leads_disk=ranks is not None and ranks.leads_disk,
+    )
 
 
 def _configure_cpu(storage: torch.device, local_world_size: int) -> None:
