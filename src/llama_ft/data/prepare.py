@@ -177,59 +177,27 @@ def prepare(
     opened = _open_sources(config, tokenizer, request, cache)
     source = opened.training
     encoder, images, made = _make_encoder(opened, config, tokenizer, request, cache)
-    summary = made.summary
-    warnings = made.warnings
-    tokenization = Tokenization(
-        source=source,
-        validation=opened.validation,
-        fraction=as_fraction(config.validation),
-        config=config,
-        encoder=encoder,
-        examples=request.examples,
-    )
+    tokenization = _tokenization(opened, encoder, config, request)
     report, folder = tokenized(tokenization, cache, verify_cache)
     if request.use == "train" and request.examples is unpaired_examples and not config.streaming:
         _check_labels(source.name, report.train)
+    summary = made.summary
     if config.validation_output and verify_cache:  # on each node, which may have its own disk
-        file = expanded(config.validation_output)
-        held_out = set(numpy.load(folder / HELD_OUT).tolist())
-        summary.append(write_held_out(source, config, encoder, held_out, file))
+        summary.append(_write_held_out(tokenization, folder))
     if not request.want_validation:
         report = replace(report, validation=None)
-    is_trained_on = opened.is_trained_on
-    check_ids(report.train.largest_id, source.name, tokenizer, request.vocabulary_size)
-    if report.validation is not None:
-        check_ids(report.validation.largest_id, source.name, tokenizer, request.vocabulary_size)
-        is_trained_on |= report.validation.fingerprint == report.train.fingerprint
-    named = dict[str, TokenizedData]()
-    if request.want_validation:
-        # All sets have images, or none, so that their tables have the same columns.
-        asked = replace(request, want_validation=False, use="validation", images=images)
-        for name, own in _named_configs(config).items():
-            named[name] = prepare(own, tokenizer, asked, cache, verify_cache)
-    for one in named.values():
-        if not report.chat_sample:
-            other = one.report
-            report = replace(report, chat_sample=other.chat_sample, chat_tools=other.chat_tools)
-    statistics = {name: one.report.train for name, one in named.items()}
-    # an evaluation gets its validation sets only
-    is_evaluated = report.validation is not None or bool(named)
-    summary += describe(report, statistics, with_training=not (request.evaluates and is_evaluated))
-    if request.want_validation and report.validation is None and not named:
-        summary.append("no validation data: --validation FILE or --validation 0.05")
-    warnings += note_lines(report.notes)
+    for split in filter(None, (report.train, report.validation)):
+        check_ids(split.largest_id, source.name, tokenizer, request.vocabulary_size)
+    # All sets have images, or none, so that their tables have the same columns.
+    of_named = replace(request, images=images)
+    named = _prepare_named(config, tokenizer, of_named, cache, verify_cache)
+    report = _with_chat(report, named)
+    leaks = _leaks(report, folder, named, opened.is_trained_on, config.streaming)
+    summary += _described(report, named, request)
+    warnings = made.warnings + note_lines(report.notes)
     for name, one in named.items():
         warnings += [f"{name}: {line}" for line in one.warnings]
-    leaks = [TRAINED_ON] if is_trained_on else []
-    hashes = folder / HASHES.format("train")
-    if not (config.streaming or is_trained_on):
-        if report.validation is not None:
-            leaks += overlap_warning(
-                "the validation set", folder / HASHES.format("validation"), hashes
-            )
-        for name, one in named.items():
-            assert one.hashes is not None
-            leaks += overlap_warning(f"the validation set {name}", one.hashes, hashes)
+        if not config.streaming and TRAINED_ON not in leaks:
             summary += [f"{name}: {line}" for line in warnings_of(one.report)]
     return TokenizedData(
         train=None if config.streaming else _open_split(folder, "train"),
@@ -241,11 +209,106 @@ def prepare(
         warnings=tuple(warnings),
         leaks=tuple(leaks),
         named=named,
-        hashes=None if config.streaming else hashes,
+        hashes=None if config.streaming else folder / HASHES.format("train"),
         untokenized=(source, encoder),
         images=images,
         prompt_format=made.prompt_format,
     )
+
+
+def _tokenization(
+    opened: "_OpenedSources", encoder: Encoder, config: DataConfig, request: DataRequest
+) -> Tokenization:
+    return Tokenization(
+        source=opened.training,
+        validation=opened.validation,
+        fraction=as_fraction(config.validation),
+        config=config,
+        encoder=encoder,
+        examples=request.examples,
+    )
+
+
+def _prepare_named(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    request: DataRequest,
+    cache: Path,
+    verify_cache: bool,
+) -> dict[str, TokenizedData]:
+    """Return the validation sets that have names, if they are wanted."""
+    named = dict[str, TokenizedData]()
+    if request.want_validation:
+        own_request = replace(request, want_validation=False, use="validation")
+        for name, own in _named_configs(config).items():
+            named[name] = prepare(own, tokenizer, own_request, cache, verify_cache)
+    return named
+
+
+def _write_held_out(tokenization: Tokenization, folder: Path) -> str:
+    """Write the samples that a fraction keeps out of training to `validation_output`. Return a line
+    for the log."""
+    config = tokenization.config
+    assert config.validation_output is not None
+    numbers = set(numpy.load(folder / HELD_OUT).tolist())
+    file = expanded(config.validation_output)
+    return write_held_out(tokenization.source, config, tokenization.encoder, numbers, file)
+
+
+def _with_chat(report: BuildReport, named: dict[str, TokenizedData]) -> BuildReport:
+    """Return the report with a chat of a validation set that has a name, if it has none itself."""
+    for one in named.values():
+        if not report.chat_sample:
+            other = one.report
+            report = replace(report, chat_sample=other.chat_sample, chat_tools=other.chat_tools)
+    return report
+
+
+def _described(
+    report: BuildReport, named: dict[str, TokenizedData], request: DataRequest
+) -> list[str]:
+    """Return the lines for the log about the numbers of samples."""
+    statistics = {name: one.report.train for name, one in named.items()}
+    # an evaluation gets its validation sets only
+    is_evaluated = report.validation is not None or bool(named)
+    lines = describe(report, statistics, with_training=not (request.evaluates and is_evaluated))
+    if request.want_validation and not is_evaluated:
+        lines.append("no validation data: --validation FILE or --validation 0.05")
+    return lines
+
+
+def _leaks(
+    report: BuildReport,
+    folder: Path,
+    named: dict[str, TokenizedData],
+    is_trained_on: bool,
+    is_streaming: bool,
+) -> list[str]:
+    """Return why the validation loss is too low: training samples are in the validation sets.
+
+    Args:
+        report: the counts of training samples and of a validation set without a name.
+        folder: the directory of both.
+        named: the validation sets that have names.
+        is_trained_on: the validation set is a part of the training data.
+        is_streaming: the training samples are not known.
+    """
+    validation = report.validation
+    if validation is not None:
+        is_trained_on |= validation.fingerprint == report.train.fingerprint
+    if is_trained_on:
+        return [TRAINED_ON]
+    if is_streaming:
+        return []
+    leaks = list[str]()
+    hashes = folder / HASHES.format("train")
+    if validation is not None:
+        own = folder / HASHES.format("validation")
+        leaks += overlap_warning("the validation set", own, hashes)
+    for name, one in named.items():
+        assert one.hashes is not None
+        leaks += overlap_warning(f"the validation set {name}", one.hashes, hashes)
+    return leaks
 
 
 def _named_configs(config: DataConfig) -> dict[str, DataConfig]:
