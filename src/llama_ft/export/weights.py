@@ -398,15 +398,13 @@ def write_model_card(
     method = METHOD_NAMES[settings.get("peft_method", "lora")]
     is_scored = auto_class == "AutoModelForSequenceClassification"
     is_on_hub = base_model != "demo" and not looks_local(base_model)
-    front = dict[str, Any]()
+    header = dict[str, Any]()
     if is_on_hub:
-        front["base_model"] = base_model
-    front["library_name"] = "peft" if is_adapter else "transformers"
-    front["pipeline_tag"] = "text-classification" if is_scored else "text-generation"
-    front["tags"] = ["llama_ft", method.lower()] if is_lora else ["llama_ft"]
-    copied = _copied_files(folder)
-    if copied:
-        front[COPIED_FILES] = copied  # so that --overwrite may delete them
+        header["base_model"] = base_model
+    header["library_name"] = "peft" if is_adapter else "transformers"
+    header["pipeline_tag"] = "text-classification" if is_scored else "text-generation"
+    header["tags"] = ["llama_ft", method.lower()] if is_lora else ["llama_ft"]
+    header |= _header_of_tools(folder, run)
     what = f"{base}, full fine-tuning"
     load = f"model = {auto_class}.from_pretrained({PLACE})"
     set_pad = ""
@@ -418,24 +416,10 @@ def write_model_card(
             set_pad = "\nmodel.config.pad_token_id = tokenizer.pad_token_id"
     elif is_lora:
         what = f"{base} with a {method} adapter merged into it"
-    shown = (*SHOWN, *CARD_SETTINGS_OF_LORA) if is_lora else SHOWN
-    attempts = run.get("attempts", [])
-    facts = {
-        name: value_over_time(SETTINGS[name].dotted, settings[name], attempts)
-        for name in shown
-        if name in settings
-    }
-    if "step" in run:
-        facts["optimizer steps"] = run["step"]
-        facts["validation loss"] = run["metrics"].get("eval/loss")
-        if run.get("leaks"):
-            facts["warning"] = " ".join(run["leaks"])
-    if run.get(PROMPT_FORMAT) == "text":
-        front[PROMPT_FORMAT] = "text"  # for llama_ft's tools
-        facts["prompts"] = "text, without a chat template"
-    trained_on = _trained_on(settings, attempts)
+    facts = _facts(run, settings, is_lora)
+    trained_on = _trained_on(settings, run.get("attempts", []))
     (folder / "README.md").write_text(f"""---
-{yaml.safe_dump(front, sort_keys=False)}---
+{yaml.safe_dump(header, sort_keys=False)}---
 
 # {base}, fine-tuned
 
@@ -451,6 +435,36 @@ tokenizer = AutoTokenizer.from_pretrained({PLACE}){set_pad}
 ```yaml
 {yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}```
 """)
+
+
+def _header_of_tools(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what llama_ft's own tools read in the header of a model card."""
+    header = dict[str, Any]()
+    copied = _copied_files(folder)
+    if copied:
+        header[COPIED_FILES] = copied  # so that --overwrite may delete them
+    if run.get(PROMPT_FORMAT) == "text":
+        header[PROMPT_FORMAT] = "text"
+    return header
+
+
+def _facts(run: Mapping[str, Any], settings: Mapping[str, Any], is_lora: bool) -> dict[str, Any]:
+    """Return what the model card lists about the run: settings, the result and warnings."""
+    shown = (*SHOWN, *CARD_SETTINGS_OF_LORA) if is_lora else SHOWN
+    attempts = run.get("attempts", [])
+    facts = {
+        name: value_over_time(SETTINGS[name].dotted, settings[name], attempts)
+        for name in shown
+        if name in settings
+    }
+    if "step" in run:
+        facts["optimizer steps"] = run["step"]
+        facts["validation loss"] = run["metrics"].get("eval/loss")
+        if run.get("leaks"):
+            facts["warning"] = " ".join(run["leaks"])
+    if run.get(PROMPT_FORMAT) == "text":
+        facts["prompts"] = "text, without a chat template"
+    return facts
 
 
 def _trained_on(settings: Mapping[str, Any], attempts: Attempts) -> str:
