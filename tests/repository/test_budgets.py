@@ -23,7 +23,7 @@ TOKENS = {
     "checkpoint": 19_200,
     "config": 19_800,
     "cpu": 4700,
-    "data": 47_500,
+    "data": 48_000,
     "evaluation": 3500,
     "export": 9800,
     "inference": 7500,
