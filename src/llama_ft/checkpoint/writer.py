@@ -176,11 +176,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         live = own_state(model, optimizer, self._ranks)
         rows = {name: local_shard(tensor) for name, tensor in live.items()}
         own_bytes = sum(tensor.nbytes for tensor in rows.values())
-        all_bytes = self._ranks.all_gather_floats(own_bytes)[:, 0].tolist()
-        total = int(sum(all_bytes))
-        for obstacle in self._ranks.from_each_disk(partial(self._obstacle, all_bytes)).values():
-            if obstacle:
-                raise self._failure(step, obstacle)
+        total = self._check_disks(step, own_bytes)
         waits = is_final or not self._settings.save_async
         # Nothing changes the rows of a run that waits, so they need no copy. Copies from a GPU go
         # through pinned memory.
@@ -205,6 +201,14 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         threading.Thread(target=write, name="checkpoint", daemon=True).start()
         if waits:
             self.finish()
+
+    def _check_disks(self, step: int, own_bytes: int) -> int:
+        """Return the bytes of all ranks. Raises RunFailure if they cannot be written."""
+        all_bytes = self._ranks.all_gather_floats(own_bytes)[:, 0].tolist()
+        for obstacle in self._ranks.from_each_disk(partial(self._obstacle, all_bytes)).values():
+            if obstacle:
+                raise self._failure(step, obstacle)
+        return int(sum(all_bytes))
 
     def _obstacle(self, bytes_of_ranks: Sequence[float]) -> str:
         """Return why the files of this disk's ranks cannot be written: they do not fit on it, or

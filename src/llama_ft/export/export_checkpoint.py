@@ -308,14 +308,8 @@ class Exporter:
         """Return the weights of the merged model. Writing them takes the memory of a few blocks of
         rows and the mapped files. If embedding and LM head are no longer tied, the model's config
         is changed."""
+        self._check_merge()
         model = self.built.model
-        config = model.config
-        if getattr(config, "quantization_config", None) is not None:
-            raise UserError(
-                f"{self.base}: quantized. --base_model names the unquantized model that it was made from."
-            )
-        if self.adapter is not None:
-            check_settings(self.adapter.config.to_dict(), "--merge")
         base = open_source(self.base, self.built)
         changes = self._changes()
         trained = self._trained_keys()
@@ -345,7 +339,7 @@ class Exporter:
         split = [tuple(made) for made in merged.values() if len(set(made.values())) > 1]
         if split:  # embedding and LM head were tied, but now differ
             _check_untied(model, split, [tuple(tie) for tie in ties.values() if len(tie) > 1])
-            untie(config)
+            untie(model.config)
         written = dict[str, tuple[str, Change | None]]()
         tensors = dict[str, StoredTensor]()
         for number, made in merged.items():
@@ -371,6 +365,16 @@ class Exporter:
         untouched = {name: header for name, header in base.tensors.items() if header.is_untouched}
         written |= {name: (name, None) for name in untouched}
         return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
+
+    def _check_merge(self) -> None:
+        """Raise a UserError if the base model is quantized, or the adapter has a setting that a merge
+        would ignore."""
+        if getattr(self.built.model.config, "quantization_config", None) is not None:
+            raise UserError(
+                f"{self.base}: quantized. --base_model names the unquantized model that it was made from."
+            )
+        if self.adapter is not None:
+            check_settings(self.adapter.config.to_dict(), "--merge")
 
     def _trained_keys(self) -> dict[int, str]:
         return {

@@ -137,15 +137,7 @@ def open_model(
     if found.trained is not None and built.adapter is not None:
         checkpoint.restore_weights(found.trained, model)
     model.requires_grad_(False)
-    if found.has_score or (built.has_score and model.config.pad_token_id is None):
-        vocabulary = models.vocabulary_size(model.config)
-        training.set_pad_token(model.config, found.tokenizer, vocabulary)
-    if not built.has_score:
-        if (found.base / GENERATION_FILE).is_file():
-            model.generation_config = read_generation_config(found.base)
-        # the base model's end of a text, and the chat template's end of a message
-        ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)
-        model.generation_config.eos_token_id = ends or None
+    _set_special_tokens(built, found)
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
     sharding = f"sharded across {ranks.shard.size} ranks" if flags.enable_fsdp else ""
     bits = quantization_name(model)
@@ -155,6 +147,21 @@ def open_model(
     model.eval()
     stop_ids = models.stop_ids(found.base, request.model_config)
     return LoadedModel(built, found.tokenizer, about, images, found.prompt_format, stop_ids)
+
+
+def _set_special_tokens(built: models.BuiltModel, found: _Found) -> None:
+    """Set the pad token of a model with a head for scores; of another one how it generates, and the
+    tokens that end generation."""
+    model = built.model
+    if found.has_score or (built.has_score and model.config.pad_token_id is None):
+        vocabulary = models.vocabulary_size(model.config)
+        training.set_pad_token(model.config, found.tokenizer, vocabulary)
+    if not built.has_score:
+        if (found.base / GENERATION_FILE).is_file():
+            model.generation_config = read_generation_config(found.base)
+        # the base model's end of a text, and the chat template's end of a message
+        ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)
+        model.generation_config.eos_token_id = ends or None
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:

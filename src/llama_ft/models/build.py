@@ -198,12 +198,7 @@ def build_on_meta(
             "(config.json: is_decoder), and only decoders can be fine-tuned."
         )
     use_rope_per_sample(skeleton)
-    for module in skeleton.modules():
-        if hasattr(module, "_rescale_layers"):
-            # In eval mode RWKV divides weights in place, and hidden states by as much: against
-            # overflows of fp16. Quantized weights cannot be divided, and an export would have
-            # divided ones.
-            replace_method(module, "_rescale_layers", _keep_layers)
+    _never_rescale(skeleton)
     grown = find_growth(skeleton, new)
     return BuiltModel(
         skeleton,
@@ -214,6 +209,15 @@ def build_on_meta(
         grown=grown,
         has_score=has_score,
     )
+
+
+def _never_rescale(model: PreTrainedModel) -> None:
+    """Leave the weights of RWKV as they are. In eval mode it divides them in place, and hidden states
+    by as much: against overflows of fp16. Quantized weights cannot be divided, and an export would
+    have divided ones."""
+    for module in model.modules():
+        if hasattr(module, "_rescale_layers"):
+            replace_method(module, "_rescale_layers", _keep_layers)
 
 
 def make_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:

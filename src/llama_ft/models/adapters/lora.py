@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from dataclasses import fields, replace
@@ -104,24 +104,31 @@ def inject_lora(
             settings.trainable_token_indices = rows
     if settings.target_modules == "all-linear":
         _target_all_linear(model, settings)
-    towers = [*built.left_out.modules, *built.image_parts]
-    asked = peft.options.get("exclude_modules", ())
-    # The checkpoint's class has them, with layers of the same names, when PEFT loads the adapter
-    # into it.
-    if towers and not isinstance(settings.exclude_modules, str):
-        already_excluded = settings.exclude_modules or ()
-        names = [re.escape(name) for name in (*towers, *already_excluded)]
-        names += [rf".*\.{re.escape(name)}" for name in asked]  # the ends of names
-        settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
-    elif towers and asked:
-        names = [re.escape(name) for name in towers]
-        settings.exclude_modules = rf"{settings.exclude_modules}|({'|'.join(names)})(\..+)?"
+    _exclude_towers(built, settings, peft.options.get("exclude_modules", ()))
     adapter = inject_adapter(model, settings)
     _check_patterns(adapter, peft)
     if peft.init_lora_weights.startswith("pissa"):
         _check_for_pissa(model, peft)
         return replace(adapter, trained_rank=peft.r)
     return adapter
+
+
+def _exclude_towers(built: BuiltModel, settings: Any, ends: Sequence[str]) -> None:
+    """Exclude the parts for images and sound from the settings of an adapter. `ends`: the ends of
+    names that --exclude_modules names.
+
+    The checkpoint's class has these parts, with layers of the same names, when PEFT loads the adapter
+    into it.
+    """
+    towers = [*built.left_out.modules, *built.image_parts]
+    if towers and not isinstance(settings.exclude_modules, str):
+        already_excluded = settings.exclude_modules or ()
+        names = [re.escape(name) for name in (*towers, *already_excluded)]
+        names += [rf".*\.{re.escape(name)}" for name in ends]
+        settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
+    elif towers and ends:
+        names = [re.escape(name) for name in towers]
+        settings.exclude_modules = rf"{settings.exclude_modules}|({'|'.join(names)})(\..+)?"
 
 
 def _target_all_linear(model: PreTrainedModel, settings: Any) -> None:

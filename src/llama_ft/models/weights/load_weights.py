@@ -396,8 +396,15 @@ def account_for(
         and not RECOMPUTED.search(key)
     ]
     wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
+    _refuse(folder, wrong, not_stored)
+    return keys
+
+
+def _refuse(folder: Path, wrong: dict[str, list[str]], not_stored: list[str]) -> None:
+    """Raise a UserError if names are wrong, or if weights cannot stay as they are stored. `wrong`: a
+    title -> the names."""
     lines = [f"{title}: {listed(names)}" for title, names in wrong.items() if names]
-    if any(key.endswith(PARTS_OF_QUANTIZED) for key in extra):
+    if any(key.endswith(PARTS_OF_QUANTIZED) for key in wrong["not part of the model"]):
         lines.append(
             "Some belong to quantized weights, but not as config.json's quantization_config says. "
             "Download the model again with its config.json, or use a version in 16 bits."
@@ -409,7 +416,6 @@ def account_for(
         )
     if lines:
         raise UserError("\n".join([f"{folder}: its weights do not match its config.json.", *lines]))
-    return keys
 
 
 def _allocate(model: nn.Module, device: torch.device, storage_device: torch.device) -> None:
