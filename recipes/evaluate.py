@@ -37,7 +37,7 @@ from llama_ft.evaluation.measure import (  # noqa: E402
     run_tasks,
 )
 from llama_ft.evaluation.results import Evaluated, describe, write_json  # noqa: E402
-from llama_ft.inference.load import open_model  # noqa: E402
+from llama_ft.inference.load import FineTuned, open_model  # noqa: E402
 from llama_ft.models.architecture.text_part import names_score  # noqa: E402
 from llama_ft.processes import replace_text  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
@@ -110,7 +110,7 @@ def evaluate(
         name, opened = asked.place, open_with(asked.place, flags)
     else:
         name = f"base: {asked.base}" + (f" (of {asked.place})" if len(what.asked) > 1 else "")
-        opened = open_with(str(asked.base), flags, base_of=asked.run, tokenizer=tokenizer)
+        opened = open_with(str(asked.base), flags, base_of=FineTuned(asked.run, tokenizer))
     log.info(opened.about)
     if opened.built.has_score:
         raise UserError(
@@ -119,8 +119,7 @@ def evaluate(
     held_out = None
     if samples:
         held_out = measure_loss(
-            opened.built,
-            opened.tokenizer,
+            opened,
             samples[0],
             asked,
             what,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from llama_ft.config import TrainConfig
+from llama_ft.data import BatchLayout
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks
 from llama_ft.training import answer_prompts, check_sample_prompts, sample_prompts
@@ -50,6 +51,9 @@ def test_a_score_is_better_if_it_is_higher_and_a_checkpoint_of_another_metric_is
     assert (other.best.value, other.best.step, other.best.evaluations_since) == (2.5, 3, 1)
 
 
+LAYOUT = BatchLayout(data_size=1, data_rank=0, micro_batch=1, pad_token_id=2)
+
+
 def test_without_a_chat_template_sample_prompts_are_continued_as_text(
     tiny_model: Path, runtime: Ranks
 ) -> None:
@@ -61,7 +65,7 @@ def test_without_a_chat_template_sample_prompts_are_continued_as_text(
     prompts = ["What is a shard?", "Who reads"]
     settings = TrainConfig(sample_tokens=8, sample_prompts=prompts)
     chats = sample_prompts(settings, None)
-    found = answer_prompts(model, tokenizer, chats, 8, 2, runtime)
+    found = answer_prompts(model, tokenizer, chats, 8, LAYOUT, runtime)
     assert [answer["question"] for answer in found] == prompts
     for answer in found:
         ids = tokenizer(answer["question"], return_tensors="pt")["input_ids"]
@@ -123,7 +127,7 @@ def test_a_sample_answer_has_the_form_and_the_tools_of_the_training_samples(
     prompts = TrainConfig(sample_tokens=8, sample_prompts=["Who reads"])
     asked += sample_prompts(prompts, chat, tools, "text")
     check_sample_prompts(asked, tokenizer, None, None)
-    found = answer_prompts(model, tokenizer, asked, 8, 2, runtime)
+    found = answer_prompts(model, tokenizer, asked, 8, LAYOUT, runtime)
     texts = ["rank[user]Who reads?[assistant]", "Who reads"]
     for answer, text in zip(found, texts, strict=True):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -149,7 +153,7 @@ def test_answers_end_at_the_last_position_of_the_model(tiny_model: Path, runtime
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     settings = TrainConfig(sample_tokens=50, sample_prompts=["What"])
     chats = sample_prompts(settings, None)
-    [found] = answer_prompts(model, tokenizer, chats, 50, 2, runtime)
+    [found] = answer_prompts(model, tokenizer, chats, 50, LAYOUT, runtime)
     ids = tokenizer("What", return_tensors="pt")["input_ids"]
     most = 12 - ids.shape[1]
     model.eval()

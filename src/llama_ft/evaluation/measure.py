@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import datasets
+from datasets import Dataset
 from huggingface_hub import constants, get_session
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
@@ -21,6 +22,7 @@ from llama_ft import data, models, training
 from llama_ft.config import Config
 from llama_ft.errors import UserError, reason
 from llama_ft.evaluation.flags import EvaluateFlags, Evaluation, ModelToEvaluate
+from llama_ft.inference.load import LoadedModel
 from llama_ft.models.base.replaced import weights_stay_tied
 from llama_ft.runtime import Ranks, log
 
@@ -75,8 +77,7 @@ def prepare_samples(
 
 
 def measure_loss(
-    built: models.BuiltModel,
-    tokenizer: PreTrainedTokenizerBase,
+    opened: LoadedModel,
     tokenized: data.TokenizedData,
     asked: ModelToEvaluate,
     what: Evaluation,
@@ -86,8 +87,7 @@ def measure_loss(
     """Compute the loss on samples. All ranks must call it.
 
     Args:
-        built: a model in eval mode; it stays in eval mode.
-        tokenizer: has tokenized the samples.
+        opened: the model, which stays in eval mode, and the tokenizer of the samples.
         tokenized: the samples.
         asked, what, ranks: as of `prepare_samples`.
         reported: the reports on data that were logged; each is logged once.
@@ -96,22 +96,16 @@ def measure_loss(
         loss (mean per token), perplexity, target_tokens, the number of tokens in the loss, and with
         --score the mean score; those of a validation set with a name as name/loss and so on.
     """
+    built = opened.built
     model = built.model
     config = what.config
-    split = what.split
     context_length = models.resolve_context_length(config.data.context_length, model.config)
     vocabulary = models.vocabulary_size(model.config)
     report = "\n".join(tokenized.summary)
     if report not in reported:
         log.info(report)
         reported.add(report)
-    sets = tokenized.validations
-    if split and tokenized.train is not None:
-        sets = {"": tokenized.train}
-    if not sets:
-        raise UserError(
-            f"{asked.place}: there is no validation set. --dataset FILE names samples for the evaluation."
-        )
+    sets = _sets(tokenized, asked, what)
     attention = model.config._attn_implementation
     is_packed = config.data.batching_strategy == "packing"
     if is_packed:
@@ -123,13 +117,13 @@ def measure_loss(
         data_rank=ranks.data.rank,
         micro_batch=config.train.val_batch_size,
         pack_length=context_length if is_packed else None,
-        pad_token_id=data.pad_token_id(tokenizer, vocabulary),
+        pad_token_id=data.pad_token_id(opened.tokenizer, vocabulary),
         images=tokenized.images,
     )
     objective = training.build_objective(Config())
     max_batches = config.train.max_eval_step
     # before the loss: a wrong function ends the program early
-    answers = training.AnswerScores(config.train, sets, tokenizer, tokenized.images)
+    answers = training.AnswerScores(config.train, sets, opened.tokenizer, tokenized.images)
     sums = {
         name: training.loss_sums(built, objective, samples, layout, max_batches, ranks)
         for name, samples in sets.items()
@@ -140,6 +134,20 @@ def measure_loss(
     model.eval()
     metrics = training.evaluation_metrics(sums, scores, has_perplexity=True)
     return {**metrics, "target_tokens": sum(one.count for one in sums.values())}
+
+
+def _sets(
+    tokenized: data.TokenizedData, asked: ModelToEvaluate, what: Evaluation
+) -> dict[str, Dataset]:
+    """Return the sets to evaluate by name: the requested split, or else the validation sets."""
+    sets = tokenized.validations
+    if what.split and tokenized.train is not None:
+        sets = {"": tokenized.train}
+    if not sets:
+        raise UserError(
+            f"{asked.place}: there is no validation set. --dataset FILE names samples for the evaluation."
+        )
+    return sets
 
 
 def find_tasks(tasks: list[str], ranks: Ranks, flag: str = "--tasks") -> Any:

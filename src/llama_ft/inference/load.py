@@ -66,6 +66,14 @@ TakesImages = Callable[
 ]
 
 
+class FineTuned(NamedTuple):
+    """A fine-tuned model whose base model is loaded: the settings of its run, if they are known, and
+    its tokenizer, which replaces the base model's: that one may be missing."""
+
+    run: Config | None
+    tokenizer: PreTrainedTokenizerBase
+
+
 @dataclass
 class _Found:
     """The parts to load."""
@@ -93,8 +101,7 @@ def open_model(
     flags: ModelFlags,
     ranks: Ranks,
     build_model: models.BuildModel,
-    base_of: Config | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    base_of: FineTuned | None = None,
     takes_images: TakesImages | None = None,
 ) -> LoadedModel:
     """Load what `place` names. All ranks must call it.
@@ -105,8 +112,7 @@ def open_model(
         flags: where the parts are, quantization, precision and sharding.
         ranks: the ranks; its mesh shards if flags.enable_fsdp.
         build_model: the recipe's function.
-        base_of: settings of a run: load its base model instead, in the state before the first step.
-        tokenizer: of that run; it replaces the base model's tokenizer, which may be missing.
+        base_of: `place` is the base model of this model: load it in the state before the first step.
         takes_images: returns what reads images, such as `read_images`. If there is none, the parts
             for images are not loaded.
 
@@ -127,7 +133,7 @@ def open_model(
         place = str(ranks.broadcast_from_rank0(lambda: find_valid(held).folder))
     # The first process of each node downloads the model; the others find it in the Hub's cache.
     with ranks.local_main_process_first():
-        found = _find(place, flags, ranks, build_model, base_of, tokenizer)
+        found = _find(place, flags, ranks, build_model, base_of)
         request = _request(found, flags, PRECISIONS[chosen].compute)
         images = takes_images and takes_images(request, found.tokenizer, found.run)
     request = replace(request, with_images=images is not None)
@@ -219,10 +225,11 @@ def _find(
     flags: ModelFlags,
     ranks: Ranks,
     build_model: models.BuildModel,
-    base_of: Config | None,
-    tokenizer: PreTrainedTokenizerBase | None,
+    base_of: FineTuned | None,
 ) -> _Found:
     trust = flags.trust_remote_code
+    run = base_of.run if base_of is not None else None
+    tokenizer = base_of.tokenizer if base_of is not None else None
     ask_hub = ranks.local_rank == 0
     if place == "demo":
         local = data.build_demo(data.cache_dir()).model_dir
@@ -232,7 +239,7 @@ def _find(
     if kind == "checkpoint":
         return _find_checkpoint(held, flags, build_model)
     base = held
-    if kind == "model" and base_of is None:
+    if kind == "model" and run is None:
         models.check_no_adapter(held, "MODEL")
     new = None
     peft = None
@@ -251,11 +258,10 @@ def _find(
         if flags.tokenizer_name:
             folder = models.local_folder(flags.tokenizer_name, "--tokenizer_name", weights=False)
         tokenizer = models.load_tokenizer(folder, trust)
-    if base_of is not None:
-        new = models.find_new_tokens(
-            tokenizer, base, models.load_model_config(base, trust), base_of.model
-        )
-    run = base_of or settings_of_run(kind, held)
+    if run is not None:
+        base_config = models.load_model_config(base, trust)
+        new = models.find_new_tokens(tokenizer, base, base_config, run.model)
+    run = run or settings_of_run(kind, held)
     return _Found(base, held, tokenizer, run, peft, new, has_score=has_score)
 
 

@@ -72,9 +72,8 @@ class Evaluation:
             self._tokenizer,
             self._prompts,
             run.config.train.sample_tokens,
-            run.batches.layout.pad_token_id,
+            run.batches.layout,
             run.ranks,
-            run.dataset.images,
         )
         training.log_answers(when, answers)
         _keep(run, when, answers, "samples")

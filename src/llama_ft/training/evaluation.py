@@ -280,9 +280,8 @@ def answer_prompts(
     tokenizer: PreTrainedTokenizerBase,
     asked: Sequence[SamplePrompt],
     new_tokens: int,
-    pad_token_id: int,
+    layout: BatchLayout,
     ranks: Ranks,
-    images: Images | None = None,
 ) -> list[dict[str, Any]]:
     """Return the model's greedy answers, each with its question and, if known, the reference; the
     paths of the question's images are `images`. All ranks must call it, because each has only its
@@ -294,25 +293,25 @@ def answer_prompts(
             continue.
         asked: the result of `sample_prompts`.
         new_tokens: maximum number of tokens in an answer.
-        pad_token_id: fills answers that end before the longest one.
+        layout: of the run's batches: what makes pixels, and the token that fills answers that end
+            before the longest one.
         ranks: the ranks.
-        images: of the run; None if no sample has an image.
 
     Raises:
         Stopped: a signal has asked to stop; the answers are abandoned.
     """
     if not asked:
         return []
-    prompts = [one.encode(tokenizer, images) for one in asked]
+    prompts = [one.encode(tokenizer, layout.images) for one in asked]
     # config.json of Llava has none
     ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     before = model.generation_config
     config = copy.deepcopy(before)
-    config.update(do_sample=False, pad_token_id=pad_token_id, eos_token_id=ends or None)
+    config.update(do_sample=False, pad_token_id=layout.pad_token_id, eos_token_id=ends or None)
     model.generation_config = config
     longest = longest_answer(model, prompts, new_tokens)
     try:
-        texts = generate_batch(model, tokenizer, prompts, longest, set(ends), ranks, images)
+        texts = generate_batch(model, tokenizer, prompts, longest, ranks, layout.images)
     finally:
         model.generation_config = before
     answers = []
@@ -342,7 +341,6 @@ def generate_batch(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     new_tokens: int,
-    ends: set[int],
     ranks: Ranks,
     images: Images | None = None,
 ) -> list[str]:
@@ -350,11 +348,11 @@ def generate_batch(
     around them. All ranks must call it equally often.
 
     Args:
-        model: in training mode, also afterwards. Its generation_config says how to generate.
+        model: in training mode, also afterwards. Its generation_config says how to generate, with
+            a list of the tokens that end an answer.
         tokenizer: decodes the answers.
         prompts: token ids of each.
         new_tokens: maximum number of tokens in an answer.
-        ends: tokens that end an answer.
         ranks: the ranks.
         images: makes pixels; None: the model is called for text only.
 
@@ -378,6 +376,7 @@ def generate_batch(
     finally:
         check.remove()
     answers = []
+    ends = set[int](model.generation_config.eos_token_id or ())
     for token_ids in tokens[: len(prompts), width:].tolist():
         # padding follows the first end token
         end = next((place for place, token in enumerate(token_ids) if token in ends), None)

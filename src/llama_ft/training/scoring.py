@@ -149,14 +149,14 @@ class AnswerScores:
         )
         try:
             return {
-                name: self._score_set(model, questions, set(ends), ranks)
+                name: self._score_set(model, questions, ranks)
                 for name, questions in self._questions.items()
             }
         finally:
             model.generation_config = before
 
     def _score_set(
-        self, model: PreTrainedModel, questions: list[Question], ends: set[int], ranks: Ranks
+        self, model: PreTrainedModel, questions: list[Question], ranks: Ranks
     ) -> SetScore:
         lengths = numpy.array([len(question.prompt_ids) for question in questions])
         order = numpy.argsort(-lengths, kind="stable").tolist()
@@ -170,9 +170,7 @@ class AnswerScores:
             batch = batches[number] if is_own else order[-1:]
             prompts = [questions[index].prompt_ids for index in batch]
             longest = longest_answer(model, prompts, self._tokens)
-            texts = generate_batch(
-                model, self._tokenizer, prompts, longest, ends, ranks, self._images
-            )
+            texts = generate_batch(model, self._tokenizer, prompts, longest, ranks, self._images)
             if is_own:
                 answers |= dict(zip(batch, texts, strict=True))
         return self._gather(questions, answers, ranks)
