@@ -6,6 +6,7 @@ import io
 import re
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -14,6 +15,10 @@ from conftest import REPOSITORY
 
 SOURCE = REPOSITORY / "src" / "llama_ft"
 LONGEST_FILE = 600  # lines
+LONGEST_FUNCTION = 65  # lines, with its docstring
+MOST_PARAMETERS = 6  # without self and cls
+# Functions with more. Four of them are operators of LoRA, whose tensors autograd needs one by one.
+MOST_WITH_MORE_PARAMETERS = 8
 MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
@@ -136,6 +141,30 @@ def test_no_folder_and_no_file_exceeds_its_budget() -> None:
     for file, text in texts.items():
         used[folder_of(file)] += count_tokens(text)
     assert not {folder: count for folder, count in used.items() if count > TOKENS[folder]}, used
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions of source and recipes, each with its place."""
+    for file, tree in trees_of_source_and_recipes():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                yield f"{file.relative_to(REPOSITORY)}:{node.lineno} {node.name}", node
+
+
+def test_functions_are_short() -> None:
+    lines = {place: (node.end_lineno or 0) - node.lineno + 1 for place, node in functions()}
+    assert not {place: count for place, count in lines.items() if count > LONGEST_FUNCTION}
+
+
+def test_few_functions_have_many_parameters() -> None:
+    """An object of what belongs together, such as a section of the settings, makes them fewer."""
+    many = {}
+    for place, node in functions():
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        names = {argument.arg for argument in arguments} - {"self", "cls"}
+        if len(names) > MOST_PARAMETERS:
+            many[place] = len(names)
+    assert len(many) <= MOST_WITH_MORE_PARAMETERS, many
 
 
 def test_only_the_class_of_the_ranks_sets_their_fields() -> None:
