@@ -32,6 +32,7 @@ if __name__ == "__main__":
     with runtime.start("cpu", "world", timeout_seconds=timeouts.get(way, 60)) as job:
         job.begin_run(output_dir)
         job.record_step(3)
+        dist.barrier()  # otherwise rank 0 may write that it runs after another has failed
         print(f"pid {os.getpid()}", flush=True)
         if way == "rank 0 goes first":
             with job.local_main_process_first():
