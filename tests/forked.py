@@ -7,6 +7,7 @@ ranks meet over gloo as torchrun's do.
 
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -28,6 +29,13 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "01",
     "CUDA_VISIBLE_DEVICES": "",
 }
+# What a fork inherits of the variables that were there when the tests began. llama_ft looks for
+# secrets in every variable, several hundred times per run; a CI has a hundred variables.
+INHERITED = re.compile(
+    r"(HOME|LANG|SHELL|TERM|TMPDIR|USER|VIRTUAL_ENV)$|PATH|LC_|LD_|PYTHON|TORCH|HF_|.*_PROXY$",
+    re.IGNORECASE,
+)
+AT_THE_START = dict(os.environ)
 PRELOADED = [
     f"llama_ft.{part}"
     for part in ("checkpoint", "data", "models", "observe", "runtime", "training")
@@ -134,7 +142,7 @@ def start_forked(
         own = {}
         if ranks:
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node)}
-        variables = {**os.environ, **ENVIRONMENT, **place, **own, **environment}
+        variables = {**_inherited(), **ENVIRONMENT, **place, **own, **environment}
         own_words = [word.replace("{node}", str(node)) for word in words]
         context = multiprocessing.get_context("forkserver")
         process = context.Process(target=_run_script, args=(own_words, variables, str(output)))
@@ -142,6 +150,15 @@ def start_forked(
         with POLLING:
             process.start()
     return Running(words, processes, store)
+
+
+def _inherited() -> dict[str, str]:
+    """Variables that tests have set, and those of the start that matter."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if AT_THE_START.get(name) != value or INHERITED.match(name)
+    }
 
 
 def _meeting(ranks: int, nodes: int) -> tuple[Any, dict[str, str]]:
