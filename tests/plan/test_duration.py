@@ -49,7 +49,12 @@ def model(tmp_path: Path) -> Path:
     ("quick", "flags", "per_token"),
     [
         (False, "", FULL),
-        (True, "--activation_checkpointing full", FULL + RECOMPUTED),
+        pytest.param(
+            True,
+            "--activation_checkpointing full",
+            FULL + RECOMPUTED,
+            marks=pytest.mark.slow,
+        ),
         (  # LoRA of rank 4 on q_proj: 2 forward and 2 backward for frozen weights
             True,
             "--use_peft --peft.r 4 --target_modules q_proj --activation_checkpointing full",

@@ -45,7 +45,15 @@ def kill_before_step_6(happened: Callable[[], Any], words: list[str], log: Path)
     running.wait(30)
 
 
-@pytest.mark.parametrize("lost", ["nothing", "first disk", "second disk", "uploads"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param("nothing", marks=pytest.mark.slow),
+        "first disk",
+        pytest.param("second disk", marks=pytest.mark.slow),
+        "uploads",
+    ],
+)
 def test_nodes_with_their_own_disks_resume_from_the_store(
     server: str, crash: ModuleType, inputs: Path, tmp_path: Path, lost: str
 ) -> None:
