@@ -52,6 +52,7 @@ def assert_equal_run(run: Path, whole: Path) -> None:
     assert losses == pytest.approx([line["train/loss"] for line in expected], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_attempts_on_other_numbers_of_ranks_continue_the_run_without_being_told(
     whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path
 ) -> None:

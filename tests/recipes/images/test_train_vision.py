@@ -87,7 +87,7 @@ def runs_of(work: Path, family: str, ranks: int) -> Iterator[tuple[str, list[str
             yield method, case(work, family, name, ranks, *flags.split())
 
 
-FAST = (("LLaVA", 2), ("Qwen3-VL", 0))  # family, ranks
+FAST = (("LLaVA", 2),)  # family, ranks
 ON_4 = ("Qwen3-VL", "Gemma 3")
 
 
