@@ -36,7 +36,7 @@ def test_a_rank_is_slow_at_1_2_times_the_median(
 @pytest.mark.parametrize(
     ("late", "steps"),
     # The first step does not count, then they are compared after 20 and 40.
-    [("data", 45), ("computing", 25), ("", 25)],
+    [("data", 45), pytest.param("computing", 25, marks=pytest.mark.slow), ("", 25)],
 )
 def test_a_slow_rank_is_named_once_and_an_even_run_names_nobody(
     tmp_path: Path, tiny_model: Path, rows70: Path, late: str, steps: int

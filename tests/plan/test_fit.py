@@ -111,6 +111,7 @@ def search(
     return find_fits(request, finetuning.RECIPE, room, planned, quick, printed.append), printed
 
 
+@pytest.mark.slow
 def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(
     finetuning: ModuleType, tmp_path: Path
 ) -> None:

@@ -57,6 +57,8 @@ FURTHER = (
     "pissa, every rank reads",
     "8bit in bf16_mixed",
     "4bit in bf16_mixed",
+    "without fsdp",
+    "8bit",
 )
 LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 0.1

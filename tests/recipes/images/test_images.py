@@ -216,6 +216,7 @@ STREAM = (
 )
 
 
+@pytest.mark.slow  # pixels are freed in data/batches, and streams resume in test_resume
 def test_a_stream_with_images_resumes_in_its_second_window_with_the_same_metrics(
     work: Path,
 ) -> None:
