@@ -199,7 +199,7 @@ def test_weighted_losses_need_the_logits_of_a_frozen_head_only_once(
     llama = with_chunked_loss(llama)
     inputs = {"input_ids": INPUT_IDS, "positions": POSITIONS, "targets": TARGETS}
     with Logits() as made:
-        found, _ = llama(**inputs, use_cache=False, per_token=True)
+        found, *_ = llama(**inputs, use_cache=False, per_token=True)
         (found * weights).sum().backward()
     torch.testing.assert_close(found, losses)
     gradients = {name: p.grad for name, p in llama.named_parameters() if p.grad is not None}
