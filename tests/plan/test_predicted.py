@@ -31,7 +31,6 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load_script(REPOSITORY / "benchmarks" / "plan.py")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("c++") is None,
     reason="torch's allocations are counted by C++ that has to be compiled",
