@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from llama_ft import observe, training  # noqa: E402
 from llama_ft.config.reading.parse import as_keywords  # noqa: E402
 from llama_ft.phases import Phase  # noqa: E402
-from llama_ft.run import training_run  # noqa: E402
+from llama_ft.plan import spare_memory  # noqa: E402
 
 FRAMES = 6  # of a stack, in a dump
 DUMPED = 40  # places, the largest first
@@ -154,7 +154,8 @@ def watch_recipe(finetuning: Any, phases: Phases) -> None:
         phases.enter(phase)
         enter(watch, phase)
 
-    training_run.share_memory = lambda *_: False
+    spare_memory.share_memory = lambda *_: False
+    spare_memory.keep_freed_memory = lambda: False
     finetuning.build_model = building
     training.check_packing = checking
     observe.MemoryMonitor.enter = entering  # type: ignore[method-assign, assignment]

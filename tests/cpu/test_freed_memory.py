@@ -57,7 +57,7 @@ def test_freed_memory_serves_the_next_tensors_unless_the_user_has_set_malloc(
 HOLES = """
 import re, sys, torch
 from pathlib import Path
-from llama_ft.runtime import freed_memory
+from llama_ft.cpu import freed_memory
 
 def anonymous():
     status = Path("/proc/self/status").read_text()

@@ -8,7 +8,7 @@ from conftest import RECIPE, metrics, write_rows
 from forked import forked
 from pages import Page
 
-LIST = "        parts = run_parts(setup, config, inputs)\n"
+LIST = "        parts = run_parts(setup, inputs)\n"
 PART = '''
 """Writes down what it sees."""
 
