@@ -1,5 +1,5 @@
 """A run in two objects: `Setup` is known before training, `TrainingRun` has the open directory. What it
-does in addition to training is in parts, see parts.py."""
+does in addition to training is in `parts`."""
 
 from llama_ft.run.inputs import (
     RunInputs,

@@ -69,7 +69,7 @@ def choose_quantization(
     settings: QuantizationConfig, model_config: PretrainedConfig, use_peft: bool
 ) -> Quantization | None:
     """Return the requested quantization, or that of a checkpoint of bitsandbytes. The checkpoint's is
-    removed from `model_config`; formats of published.py count as 16 bits. Raises UserError if
+    removed from `model_config`; the formats in models/published count as 16 bits. Raises UserError if
     the checkpoint's differs from the request, is not supported, or full fine-tuning would train it."""
     dtype = (
         None
