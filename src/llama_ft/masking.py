@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import lru_cache
 from urllib.parse import unquote
 
 HIDDEN = "***"
@@ -113,12 +114,21 @@ def is_clean(name: str) -> bool:
 def mask_secrets(text: str) -> str:
     """Return `text` with everything that looks like a key, a token or a password, and the values of
     environment variables that hold one, replaced by ***."""
-    for name, value in os.environ.items():
-        if _SECRET_VARIABLE.search(name) and not _PLAIN_VALUE.fullmatch(value):
-            text = text.replace(value, HIDDEN)
+    for name in os.environ:
+        if _is_secret_variable(name):
+            value = os.environ.get(name, "")
+            if not _PLAIN_VALUE.fullmatch(value):
+                text = text.replace(value, HIDDEN)
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text
+
+
+@lru_cache(maxsize=4096)
+def _is_secret_variable(name: str) -> bool:
+    """Return whether an environment variable of this name holds a secret. A run asks several hundred
+    times for each of its variables, and the search takes 10 us."""
+    return _SECRET_VARIABLE.search(name) is not None
 
 
 def is_url_with_secret(text: str) -> bool:

@@ -173,6 +173,18 @@ def test_values_of_secret_variables_are_masked_anywhere(monkeypatch: pytest.Monk
     assert said == "error: f: KeyError: connect('db', '***') keyring /etc/google.json"
 
 
+def test_masking_follows_changes_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LATE_DATABASE_PWD", raising=False)
+    assert (
+        mask_secrets("connect('old horse 1', 'new horse 2')")
+        == "connect('old horse 1', 'new horse 2')"
+    )
+    monkeypatch.setenv("LATE_DATABASE_PWD", "old horse 1")
+    assert mask_secrets("connect('old horse 1', 'new horse 2')") == "connect('***', 'new horse 2')"
+    monkeypatch.setenv("LATE_DATABASE_PWD", "new horse 2")
+    assert mask_secrets("connect('old horse 1', 'new horse 2')") == "connect('old horse 1', '***')"
+
+
 def test_characters_that_reorder_a_text_are_replaced() -> None:
     text = "a\u202egnp.exe \u2067b\u2069"
     assert printable(text) == "a\ufffdgnp.exe \ufffdb\ufffd"
