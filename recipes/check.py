@@ -15,7 +15,7 @@ if __name__ == "__main__":
     with before_imports():
         OPTIONS = read_check_flags(sys.argv[1:], str(__doc__))
 
-from llama_ft import runtime  # noqa: E402
+from llama_ft import door, runtime  # noqa: E402
 from llama_ft.check.disk import try_disk  # noqa: E402
 from llama_ft.check.machine import measure_rank  # noqa: E402
 from llama_ft.check.network import measure_network  # noqa: E402
@@ -28,6 +28,8 @@ from llama_ft.runtime import log  # noqa: E402
 
 def main(options: CheckFlags) -> None:
     """Measure, and print what was found."""
+    for measure in door.functions_of("check", options):  # a flag of an extension: only that
+        return measure(options)
     seconds = parse_duration(options.collective_timeout)
     with runtime.start(options.device, "world", timeout_seconds=seconds) as ranks:
         nbytes = options.megabytes * 2**20

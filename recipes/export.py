@@ -22,7 +22,7 @@ from finetuning import build_model  # noqa: E402
 from huggingface_hub import HfApi, constants  # noqa: E402
 from huggingface_hub.errors import HTTPError  # noqa: E402
 
-from llama_ft import checkpoint, models  # noqa: E402
+from llama_ft import checkpoint, door, models  # noqa: E402
 from llama_ft.export import Exporter, find_valid, save_dtype  # noqa: E402
 from llama_ft.runtime import configure_console, log  # noqa: E402
 
@@ -46,6 +46,8 @@ def main(options: ExportFlags) -> None:
                     f"{what}\nExport the run again, or first copy a checkpoint."
                 ) from error
             log.warning(f"{what} The newest checkpoint is read instead.")
+    for finish in door.functions_of("export", options):  # flags of extensions
+        finish(options)
     if options.push_to_hub:
         log.info(f"Uploaded to {upload(options.out, options.push_to_hub, options.private)}")
 

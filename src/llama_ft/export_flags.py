@@ -17,7 +17,7 @@ from llama_ft.config.paths import (
     model_dir_problem,
     model_problem,
 )
-from llama_ft.config.reading.tool_flags import check, read
+from llama_ft.config.reading.tool_flags import check, read, with_extensions
 from llama_ft.config.value_types import STRICT, Size
 from llama_ft.errors import UserError
 
@@ -73,7 +73,8 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     """Return the flags with resolved `source`, `out`, `kind` and `base_model`. Raises UserError
     with all errors."""
     aliases = {"dtype": "save_dtype"}
-    options, _, errors = read(argv, ExportFlags, description, aliases)
+    flags = with_extensions("export", ExportFlags)
+    options, _, errors = read(argv, flags, description, aliases)
     if len(options.paths) != 2:
         raise UserError(
             *errors,

@@ -6,7 +6,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.data_names import is_url
-from llama_ft.config.reading.tool_flags import check, read
+from llama_ft.config.reading.tool_flags import check, read, with_extensions
 from llama_ft.config.rules import SECRET
 from llama_ft.config.value_types import STRICT, Duration
 from llama_ft.masking import is_url_with_secret
@@ -35,7 +35,7 @@ class CheckFlags:
 
 def read_check_flags(argv: list[str], description: str) -> CheckFlags:
     """Return the flags. Raises UserError with all errors."""
-    flags, _, errors = read(argv, CheckFlags, description)
+    flags, _, errors = read(argv, with_extensions("check", CheckFlags), description)
     if not errors and flags.save_to is not None:
         if not is_url(flags.save_to):
             errors.append(f"--save_to {flags.save_to}: expected a URL such as s3://bucket/run.")

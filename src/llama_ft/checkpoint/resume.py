@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from llama_ft import __version__
+from llama_ft import __version__, door
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.reader import (
     Checkpoint,
@@ -31,9 +31,12 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Ranks, advise_precision, log
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors")
-# Settings of where and how fast a run computes, and of its logs. A difference in any other setting
-# would make it a different run.
-SECTIONS_THAT_MAY_DIFFER = {"fsdp", "checkpoint", "tracking", "memory", "profile"}
+# Settings of where and how fast a run computes, of its logs, and of extensions. A difference in any
+# other setting would make it a different run.
+SECTIONS_THAT_MAY_DIFFER = {
+    *("fsdp", "checkpoint", "tracking", "memory", "profile"),
+    *door.settings_sections(),
+}
 # The content that these name is compared, after the model was found and the data were tokenized.
 COMPARED_BY_CONTENT = {
     "model_name", "dataset", "validation", "tokenizer_name", "chat_template", "dataset_split", "dataset_format",

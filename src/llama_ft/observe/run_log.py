@@ -13,7 +13,6 @@ from typing import Any
 from llama_ft.config.settings.output_settings import TrackingConfig
 from llama_ft.errors import plural, reason
 from llama_ft.masking import mask_secrets
-from llama_ft.observe.kubeflow import kubeflow_tracker
 from llama_ft.observe.progress import ProgressBar
 from llama_ft.observe.trackers import Tracker, start_trackers
 from llama_ft.processes import replace_text
@@ -83,7 +82,6 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._trackers = start_trackers(
             tracking, output_dir, resolved, resume_step, self.tracker_ids
         )
-        self._trackers += kubeflow_tracker(total_steps, resume_step)
         for tracker in self._trackers:
             if tracker.run_id:
                 self.tracker_ids[tracker.key] = tracker.run_id
@@ -92,6 +90,10 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._progress = ProgressBar(total_steps, resume_step or 0, is_quiet=tracking.quiet)
         if self._trackers:
             self._log_earlier_steps(path)
+
+    def add_tracker(self, tracker: Tracker) -> None:
+        """Add a tracker on rank 0. It gets the steps from now on."""
+        self._trackers.append(tracker)
 
     def _log_earlier_steps(self, path: Path) -> None:
         """Give the steps of metrics.jsonl to the trackers that lack them."""

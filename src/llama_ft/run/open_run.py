@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_ft import checkpoint, models, observe
+from llama_ft import checkpoint, door, models, observe
 from llama_ft.config import to_yaml
 from llama_ft.config.attempts import describe_attempts
 from llama_ft.config.paths import BAD_SAMPLES_FILE
@@ -30,9 +30,9 @@ from llama_ft.runtime import log
 
 
 def run_parts(setup: Setup, inputs: RunInputs) -> list[Part]:
-    """Return what the run does in addition to training, in order; uploads and the summary follow,
-    see `open_run`. Errors in settings are raised here, before the model is loaded. All ranks call it
-    together.
+    """Return what the run does in addition to training, in order: the core's parts, and those of
+    extensions. Uploads and the summary follow, see `open_run`. Errors in settings are raised here,
+    before the model is loaded. All ranks call it together.
 
     Args:
         setup: what is known before.
@@ -50,6 +50,7 @@ def run_parts(setup: Setup, inputs: RunInputs) -> list[Part]:
         parts.append(TrackedModel())
     if config.train.eval_tasks:
         parts.append(FinalTasks(config.train, inputs.tokenizer, ranks))
+    parts += [make_part(setup, inputs) for make_part in door.parts(config)]
     return parts
 
 

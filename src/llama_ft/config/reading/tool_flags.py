@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic.dataclasses import dataclass
+
+from llama_ft import door
 from llama_ft.config.reading.dump import WIDTH, asks_for_help, exit_with_help, flags_text
 from llama_ft.config.reading.load import convert
 from llama_ft.config.reading.parse import Parsed, read_flags
 from llama_ft.config.settings.settings import Setting, settings_of
+from llama_ft.config.value_types import STRICT
 from llama_ft.config.wording.messages import nearest
 from llama_ft.errors import UserError
 
@@ -54,6 +58,14 @@ def read(
     return options, parsed, [*parsed.errors, *wrong.values()]
 
 
+def with_extensions(tool: str, flags: Any) -> Any:
+    """Return the dataclass of a tool's flags, with those of extensions."""
+    bases = (flags, *door.flags_of(tool))
+    if len(bases) == 1:
+        return flags
+    return dataclass(config=STRICT, kw_only=True)(type(flags.__name__, bases, {}))
+
+
 def tool_help(flags: Any, description: str) -> str:
     """Return what --help prints: the tool's own flags first, then those of each class that its
     dataclass extends."""
@@ -68,10 +80,12 @@ def tool_help(flags: Any, description: str) -> str:
         usage += f" {words}"
         notes.append(textwrap.fill(paths.meaning, WIDTH))
     parts = [description.partition("\n\n")[0], f"Usage:\n  {usage} [flags]", *notes]
+    has_own = False
     for cls in flags.__mro__:
         own = {field: table.pop(field) for field in inspect.get_annotations(cls) if field in table}
-        about = f"Flags of {name}" if cls is flags else f"{inspect.getdoc(cls)}".rstrip(".")
+        about = f"{inspect.getdoc(cls)}".rstrip(".") if has_own else f"Flags of {name}"
         if own:
+            has_own = True
             parts.append(flags_text(own, f"{about}:"))
     return "\n\n".join(parts) + "\n"
 

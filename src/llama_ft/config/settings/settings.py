@@ -13,6 +13,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -22,6 +23,7 @@ from typing import (
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from llama_ft import door
 from llama_ft.config.objectives import PreferenceConfig
 from llama_ft.config.settings.data_settings import DataConfig, DatasetPart
 from llama_ft.config.settings.output_settings import (
@@ -33,6 +35,7 @@ from llama_ft.config.settings.output_settings import (
 from llama_ft.config.settings.structured_values import CheckedGroup, ParameterGroup, PeftOptions
 from llama_ft.config.value_types import STRICT, Count, CountOrZero, Duration
 
+Section = TypeVar("Section")
 Rate = Annotated[float, Field(gt=0)]
 # --optimizer -> its module and class. A new optimizer is a line here, such as
 # "RMSprop": "torch.optim.RMSprop".
@@ -442,6 +445,21 @@ class Config:
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
+
+    def section(self, cls: type[Section]) -> Section:
+        """Return the section of an extension, by its class."""
+        return next(value for value in vars(self).values() if isinstance(value, cls))
+
+
+def with_sections(sections: dict[str, Any]) -> Any:
+    """Return `Config` with further sections: name -> dataclass."""
+    fields = {name: Field(default_factory=cls) for name, cls in sections.items()}
+    about = {"__annotations__": sections, "__module__": __name__, "__doc__": Config.__doc__}
+    return dataclass(config=STRICT, kw_only=True)(type("Config", (Config,), {**about, **fields}))
+
+
+if not TYPE_CHECKING:
+    Config = with_sections(door.settings_sections())
 
 
 Kind = Literal[

@@ -1,6 +1,6 @@
 """Report progress to Kubeflow Trainer, which shows it in the TrainJob's status.
 
-Its controller sets the variables below in each pod. Source: KEP-2779 of kubeflow/trainer.
+Its controller sets the variables below, and the URL, in each pod. Source: KEP-2779 of kubeflow/trainer.
 """
 
 import json
@@ -19,7 +19,6 @@ from llama_ft.masking import mask_secrets
 from llama_ft.observe.trackers import Tracker
 from llama_ft.runtime.console import log
 
-URL_VARIABLE = "KUBEFLOW_TRAINER_SERVER_URL"
 TOKEN_VARIABLE = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # a file, which Kubernetes renews
 CERTIFICATE_VARIABLE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"  # a file
 SECONDS_BETWEEN = 5.0
@@ -101,9 +100,3 @@ class KubeflowTracker(Tracker):
         context = ssl.create_default_context(cafile=os.environ.get(CERTIFICATE_VARIABLE))
         with urllib.request.urlopen(request, timeout=REQUEST_SECONDS, context=context):
             pass
-
-
-def kubeflow_tracker(total_steps: int, resume_step: int | None) -> list[Tracker]:
-    """Return the tracker of a run in a TrainJob whose controller wants to know its progress."""
-    url = os.environ.get(URL_VARIABLE)
-    return [KubeflowTracker(url, total_steps, resume_step)] if url else []

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llama_ft.config.settings.output_settings import TrackingConfig
+from llama_ft import door
+from llama_ft.config import Config, TrackingConfig
 from llama_ft.observe.run_log import RunLog
 
 pytest.importorskip("cryptography")
@@ -96,8 +98,24 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusSe
 
 
 def run_of(folder: Path) -> RunLog:
+    """Return the log of a run of 8 steps whose parts are those of extensions."""
     folder.mkdir()
-    return RunLog(folder, TrackingConfig(quiet=True), {}, total_steps=8)
+    log = RunLog(folder, TrackingConfig(quiet=True), {}, total_steps=8)
+    ranks = SimpleNamespace(is_main=True)
+    batches = SimpleNamespace(total_steps=8)
+    run = SimpleNamespace(ranks=ranks, log=log, batches=batches, resumed=None)
+    for make_part in door.parts(Config()):
+        make_part(SimpleNamespace(ranks=ranks), None).opened(run)
+    return log
+
+
+def test_without_the_variable_of_the_controller_nothing_is_sent(
+    server: StatusServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL")
+    with run_of(tmp_path / "run") as run:
+        run.log_step(1, {"train/loss": 1.5})
+    assert server.received == []
 
 
 def test_the_train_job_gets_the_newest_step_and_the_end(

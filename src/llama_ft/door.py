@@ -1,0 +1,90 @@
+"""The door: what extensions bring to runs and tools.
+
+An extension is a folder of llama_ft/extensions/, with an `extension.py`, and its name in NAMES.
+Nothing else in the core names one. What it brings is named by `module:Class` or `module:function`
+and imported when a run or a tool needs it: neither this file nor an `extension.py` imports torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pkgutil import resolve_name
+from typing import Any
+
+NAMES = ("kubeflow",)  # in the order of their parts in a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """What an extension brings; all of it is optional.
+
+    Attributes:
+        settings: section of the settings -> `module:Class` of its dataclass, as in config/settings.
+        part: `module:Class` of a part of a run. It is called with the run's `Setup` and
+            `RunInputs`, and should raise a UserError for settings that do not fit.
+        needs_part: tells from the `Config` whether the run has this part.
+        tools: tool of recipes/, such as check -> its flags and what they do.
+    """
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    part: str | None = None
+    needs_part: Callable[[Any], bool] = lambda config: True
+    tools: Mapping[str, "ToolFlags"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ToolFlags:
+    """Flags that an extension adds to a tool of recipes/.
+
+    Attributes:
+        flags: `module:Class` of a dataclass of flags, see config/reading/tool_flags.py. `--help`
+            prints them under the docstring of the class.
+        run: `module:function`, which gets all flags of the tool.
+        is_used: tells from the flags whether `run` is called.
+    """
+
+    flags: str
+    run: str
+    is_used: Callable[[Any], bool]
+
+
+@cache
+def extensions() -> tuple[Extension, ...]:
+    """Return all extensions."""
+    modules = [import_module(f"llama_ft.extensions.{name}.extension") for name in NAMES]
+    return tuple(module.EXTENSION for module in modules)
+
+
+def settings_sections() -> dict[str, Any]:
+    """Return the sections of settings of all extensions: name -> dataclass."""
+    sections = {}
+    for extension in extensions():
+        for name, implementation in extension.settings.items():
+            sections[name] = resolve_name(implementation)
+    return sections
+
+
+def parts(config: Any) -> Iterator[Callable[[Any, Any], Any]]:
+    """Yield the parts of extensions that a run with these settings has: classes that are called with
+    its `Setup` and `RunInputs`."""
+    for extension in extensions():
+        if extension.part is not None and extension.needs_part(config):
+            yield resolve_name(extension.part)
+
+
+def flags_of(tool: str) -> list[Any]:
+    """Return the dataclasses of the flags that extensions add to a tool."""
+    return [resolve_name(entry.flags) for entry in _entries_of(tool)]
+
+
+def functions_of(tool: str, flags: Any) -> Iterator[Callable[[Any], None]]:
+    """Yield what the flags of extensions that are used ask a tool to do: functions of its flags."""
+    for entry in _entries_of(tool):
+        if entry.is_used(flags):
+            yield resolve_name(entry.run)
+
+
+def _entries_of(tool: str) -> list[ToolFlags]:
+    found = [extension.tools.get(tool) for extension in extensions()]
+    return [entry for entry in found if entry is not None]

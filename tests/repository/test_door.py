@@ -1,0 +1,83 @@
+"""Extensions come through llama_ft/door.py: a folder and a name each."""
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from conftest import REPOSITORY, run, write_rows
+from pages import Page
+
+from llama_ft import door
+
+
+def test_importing_what_extensions_say_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\n"
+        "from llama_ft import door\n"
+        "print(len(door.extensions()), {'torch', 'transformers'} & sys.modules.keys())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout == f"{len(door.NAMES)} set()\n"
+
+
+def references(value: Any) -> Iterator[str]:
+    """Yield all `module:Class` in what an extension brings."""
+    if isinstance(value, str) and ":" in value:
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from references(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from references(item)
+    elif dataclasses.is_dataclass(value):
+        for item in vars(value).values():
+            yield from references(item)
+
+
+def test_all_that_extensions_name_exists() -> None:
+    found = list(references(door.extensions()))
+    assert "llama_ft.extensions.kubeflow.part:KubeflowProgress" in found
+    assert all(callable(resolve_name(name)) for name in found)
+
+
+def copy_with_extension(folder: Path) -> Path:
+    """Copy the tree, and put the extension of the documentation into the copy."""
+    for name in ("src/llama_ft", "recipes", "configs"):
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=skipped)
+    extension = folder / "src/llama_ft/extensions/waiting"
+    extension.mkdir()
+    files = ("__init__.py", "extension.py", "settings.py", "part.py")
+    blocks = Page("docs/development/add-an-extension.md").blocks("python")
+    for file, text in zip(files, blocks, strict=True):
+        (extension / file).write_text(text)
+    file = folder / "src/llama_ft/door.py"
+    text = file.read_text()
+    names = ", ".join(f'"{name}"' for name in (*door.NAMES, "waiting"))
+    start = text.index("NAMES = (")
+    end = text.index(")", start)
+    file.write_text(f"{text[:start]}NAMES = ({names}{text[end:]}")
+    return folder
+
+
+def test_a_new_extension_is_its_folder_and_its_name(tiny_model: Path, tmp_path: Path) -> None:
+    """With a setting and a part; it is the one of the documentation."""
+    copy = copy_with_extension(tmp_path / "copy")
+    write_rows(tmp_path / "rows.jsonl", 12)
+    output_dir = tmp_path / "run"
+    flags = f"--model_name {tiny_model} --dataset {tmp_path}/rows.jsonl --output_dir {output_dir}"
+    others = "--context_length 64 --max_train_step 3 --no_plan --save_model no --waiting_file w.txt"
+    recipe = copy / "recipes/finetuning.py"
+    command = [sys.executable, str(recipe), *flags.split(), *others.split()]
+    finished = run(command, PYTHONPATH=str(copy / "src"))
+
+    assert finished.exit_code == 0, finished.output
+    assert len((output_dir / "w.txt").read_text().splitlines()) == 3
+    assert "waiting.waiting_file = w.txt (default none)" in finished.output
+    assert "waiting_file: w.txt" in (output_dir / "config.yaml").read_text()
