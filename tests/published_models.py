@@ -15,7 +15,7 @@ from models.published.test_compressed_tensors import (
     note_of,
     publish_compressed,
 )
-from models.published.test_packed_columns import AWQ, GPTQ, publish_columns
+from models.published.test_gptq import AWQ, GPTQ, publish_columns
 from models.published.test_sources import (
     DEEPSEEK_V3,
     GPT_OSS,

@@ -275,7 +275,7 @@ class Exporter:
         """
         weights = self._merged(save_dtype)
         base_config = models.load_model_config(self.base, self.config.model.trust_remote_code)
-        if found := models.describe_stored(self.base, base_config):
+        if found := models.describe_published(self.base, base_config):
             log.info(f"{found} To quantize the result again, use for example llm-compressor.")
         with written_aside(folder) as aside:
             write_model_settings(
@@ -517,12 +517,12 @@ def _skeleton(
     config = models.load_model_config(base, settings.model.trust_remote_code)
     models.choose_head(config, has_score)
     # An export copies what is stored, and a merge rejects a base in bitsandbytes' 4 bits.
-    is_published = models.stored_method(config) is not None
-    quantization = models.remove_note(config)
+    is_published = models.published_format(config.to_dict()) is not None
+    quantization_config = models.remove_quantization_config(config)
     request = models.ModelRequest(settings, base, config, new, purpose="read")
     built = build_model(request, None, NULL_MONITOR)
-    if quantization is not None and not is_published:
-        built.model.config.quantization_config = quantization
+    if quantization_config is not None and not is_published:
+        built.model.config.quantization_config = quantization_config
     return built
 
 

@@ -37,7 +37,9 @@ from llama_ft.models.computing.compiled import (
 from llama_ft.models.computing.embedding_noise import add_embedding_noise
 from llama_ft.models.model_config import load_model_config
 from llama_ft.models.packing.packed_attention import packed_arguments, use_packed_attention
-from llama_ft.models.published.sources import describe_stored, remove_note, stored_method
+from llama_ft.models.published.formats import published_format
+from llama_ft.models.published.quantization_config import remove_quantization_config
+from llama_ft.models.published.sources import describe_published
 from llama_ft.models.quantization.choice import choose_quantization, quantize_linears
 from llama_ft.models.sharding.dtypes import set_storage_dtypes
 from llama_ft.models.sharding.fsdp import (

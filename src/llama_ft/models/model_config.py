@@ -22,8 +22,11 @@ from llama_ft.models.base.source import (
 )
 from llama_ft.models.build import make_skeleton
 from llama_ft.models.built import BuiltModel
-from llama_ft.models.published.published_note import read_note
-from llama_ft.models.published.sources import open_dequantized, remove_note
+from llama_ft.models.published.quantization_config import (
+    check_quantization_config,
+    remove_quantization_config,
+)
+from llama_ft.models.published.sources import open_dequantized
 from llama_ft.models.weights.conversion import ConvertedSource
 from llama_ft.runtime.console import log
 
@@ -37,7 +40,7 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
     """Return the model's config.json, untied if its files have an LM head of their own. Raises
     UserError if it is missing or malformed, if the architecture is unknown or has no text decoder,
     if its code needs a missing package, or if tied weights differ in its files."""
-    read_note(folder)  # Transformers' error would not say what is wrong with it
+    check_quantization_config(folder)  # Transformers' error would not say what is wrong with it
     try:
         config = _read_config(folder, trust_remote_code)
     # Transformers raises many classes here, with one meaning for the user
@@ -128,7 +131,7 @@ def _has_different_ties(
     of `_untie_different`."""
     model = ModelConfig(model_name=str(folder), trust_remote_code=trust_remote_code)
     config = _read_config(folder, trust_remote_code)
-    remove_note(config)
+    remove_quantization_config(config)
     try:
         skeleton = make_skeleton(deepcopy(config), model)
         conversions = get_model_conversion_mapping(skeleton)

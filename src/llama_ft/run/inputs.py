@@ -73,7 +73,7 @@ def find_model(config: Config, ranks: Ranks) -> BaseModel:
     # tokenized
     models.choose_quantization(config.quantization, deepcopy(model_config), config.peft.use_peft)
     keeps_stored = config.quantization.mode == "as_stored"
-    if ranks.is_main and (stored := models.describe_stored(folder, model_config, keeps_stored)):
+    if ranks.is_main and (stored := models.describe_published(folder, model_config, keeps_stored)):
         log.info(stored)
     tokens = folder
     if settings.tokenizer_name is not None:

@@ -21,12 +21,9 @@ from transformers import (
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, build_on_meta, load_model_config
-from llama_ft.models.published.sources import (
-    describe_stored,
-    open_dequantized,
-    remove_note,
-    stored_method,
-)
+from llama_ft.models.published.formats import published_format
+from llama_ft.models.published.quantization_config import remove_quantization_config
+from llama_ft.models.published.sources import describe_published, open_dequantized
 from llama_ft.models.weights.conversion import open_source
 from llama_ft.models.weights.load_weights import account_for
 
@@ -279,7 +276,7 @@ def test_checkpoints_of_modelopt_are_read(tmp_path: Path, algorithm: str) -> Non
 
     note = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
     publish(tmp_path, "llama", LLAMA, note, quantize)
-    text = describe_stored(tmp_path, load_model_config(tmp_path, False))
+    text = describe_published(tmp_path, load_model_config(tmp_path, False))
     assert text is not None and f"quantized: {algorithm} of ModelOpt" in text
     source = open_dequantized(tmp_path)
     assert len(expected) == 7
@@ -337,7 +334,7 @@ def test_scales_without_their_quantization_config_are_named(
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | {"quantization_config": note}))
     config = load_model_config(tmp_path, False)
-    remove_note(config)
+    remove_quantization_config(config)
     built = build_on_meta(config, ModelConfig(model_name=str(tmp_path)), folder=tmp_path)
     source = open_source(tmp_path, built)
     expected = r"(?s)not part of the model: .*_scale_inv.*quantization_config.*Download"
@@ -433,11 +430,11 @@ def test_a_quantization_config_over_plain_weights_is_reported(tmp_path: Path) ->
     """A checkpoint that was dequantized by a script that left config.json as it was."""
     publish(tmp_path, "llama", LLAMA, fp8_note(), lambda name, tensor: {name: tensor})
     config = load_model_config(tmp_path, False)
-    text = describe_stored(tmp_path, config)
+    text = describe_published(tmp_path, config)
     assert text is not None and "quantized (FP8 in blocks of 128 x 128), but no tensor is" in text
     quantized = tmp_path / "quantized"
     publish(quantized, "llama", LLAMA, fp8_note(), in_blocks)
-    text = describe_stored(quantized, load_model_config(quantized, False))
+    text = describe_published(quantized, load_model_config(quantized, False))
     assert text is not None and "The checkpoint is quantized: FP8 in blocks" in text
 
 
@@ -450,9 +447,10 @@ def test_the_quantization_config_of_a_text_part_is_found(tmp_path: Path) -> None
     config.save_pretrained(tmp_path)
     assert open_dequantized(tmp_path).tensors[name].dtype == torch.bfloat16
     loaded = load_model_config(tmp_path, False)
-    assert stored_method(loaded) == fp8_note()
-    assert remove_note(loaded) == fp8_note()
-    assert stored_method(loaded) is None
+    weight_format = published_format(loaded.to_dict())
+    assert weight_format is not None and weight_format.quantization_config == fp8_note()
+    assert remove_quantization_config(loaded) == fp8_note()
+    assert published_format(loaded.to_dict()) is None
     assert '"quantization_config"' not in json.dumps(loaded.to_dict())
 
 
@@ -503,14 +501,14 @@ def test_a_type_that_torch_lacks_is_named(tmp_path: Path) -> None:
 )
 def test_a_malformed_quantization_config_is_named(note: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match="quantization_config") as error:
-        stored_method(LlamaConfig(quantization_config=note))
+        published_format(LlamaConfig(quantization_config=note).to_dict())
     assert problem in str(error.value)
 
 
 def test_other_algorithms_of_modelopt_are_rejected() -> None:
     config = LlamaConfig(quantization_config={"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"})
     with pytest.raises(UserError, match=r"modelopt \(W4A8_AWQ\).*not supported.*FP8, NVFP4"):
-        stored_method(config)
+        published_format(config.to_dict())
 
 
 @pytest.mark.parametrize("note", ["fp8", ["fp8"], 7])

@@ -32,7 +32,7 @@ from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, build_on_meta, choose_quantization, load_model_config
 from llama_ft.models.base.source import open_weights
-from llama_ft.models.quantization.as_stored import STORED, read_stored
+from llama_ft.models.published.weight_format import StoredScheme
 from llama_ft.models.quantization.choice import quantize_linears
 from llama_ft.models.quantization.layers import QuantizedLinear, quantized_weights
 from llama_ft.models.weights.conversion import open_source
@@ -63,14 +63,14 @@ def dequantized(folder: Path, built: BuiltModel, parts: int = 37) -> Tensors:
     found = Tensors()
     for weight in quantized_weights(built.model):
         scheme = weight.scheme
-        assert isinstance(scheme, STORED)
+        assert isinstance(scheme, StoredScheme)
         name = names[id(weight.weight)]
         header = source.tensors[keys[name]]
         count = weight.weight.shape[0]
         read = []
         for start in range(0, count, parts):
             stop = min(start + parts, count)
-            read.append(read_stored(files, scheme, header, start, stop))
+            read.append(scheme.read(files, header, start, stop))
         codes, scale = (torch.cat(tensors) for tensors in zip(*read, strict=True))
         for part, parameter in ((codes, weight.weight), (scale, weight.scale)):
             assert part.shape == parameter.shape and part.dtype == parameter.dtype

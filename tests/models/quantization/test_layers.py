@@ -216,7 +216,7 @@ def moe_models(model_type: str, scheme: Scheme, experts_implementation: str) -> 
         config, dtype=torch.float32, experts_implementation=experts_implementation
     )
     ours = copy.deepcopy(plain)
-    quantize_linears(BuiltModel(ours), Quantization(scheme, None, is_stored=False))
+    quantize_linears(BuiltModel(ours), Quantization(scheme, None, is_prequantized=False))
     four_bit = isinstance(scheme, FourBit)
     found = {id(quantized.weight): quantized for quantized in quantized_weights(ours)}
     for name, parameter in list(ours.named_parameters()):
@@ -321,7 +321,7 @@ def test_routers_and_gates_are_not_quantized(
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(model_type, **shape, **settings)
         )
-    quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_stored=False))
+    quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_prequantized=False))
     linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     others = {name for name in linears if not name.endswith((gate, "lm_head"))}
     assert not others and any(name.endswith(gate) for name in linears)
@@ -371,7 +371,9 @@ def test_transformers_conv1d_cannot_be_quantized() -> None:
             AutoConfig.for_model("gpt2", n_embd=64, n_head=4, n_layer=1)
         )
     with pytest.raises(UserError, match="GPT2LMHeadModel has Transformers' Conv1D"):
-        quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_stored=False))
+        quantize_linears(
+            BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_prequantized=False)
+        )
 
 
 def test_layers_that_transformers_keeps_in_fp32_are_not_quantized() -> None:
@@ -382,7 +384,7 @@ def test_layers_that_transformers_keeps_in_fp32_are_not_quantized() -> None:
     with torch.device("meta"):
         config = AutoConfig.for_model("hy_v4", **shape, **more, **kinds, pad_token_id=0)
         model = AutoModelForCausalLM.from_config(config)
-    quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_stored=False))
+    quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_prequantized=False))
     indexer = model.model.layers[0].self_attn.indexer
     assert type(indexer.weights_proj) is torch.nn.Linear
     assert type(indexer.wk) is not torch.nn.Linear

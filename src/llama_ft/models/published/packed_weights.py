@@ -1,63 +1,86 @@
 """Quantized weights of published checkpoints: which tensors they consist of, and the values of their
-rows in fp32. published.py finds them and has the layouts."""
+rows in fp32. Formats share these kinds of weights and checks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 
 from llama_ft.errors import UserError
-from llama_ft.models.base.source import SafetensorsSource, WeightSource
+from llama_ft.models.base.source import SafetensorsSource, StoredTensor, WeightSource
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 # of E2M1, whose fourth bit is the sign
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 DOWNLOAD_AGAIN = "Download it again, or use a version in 16 bits."
 
 
-class PackedWeight(Protocol):
+@dataclass(frozen=True)
+class PackedWeight:
     """A quantized matrix [out, in], or a stack of them [experts, out, in]."""
 
-    @property
-    def codes(self) -> str:
-        """The name of the tensor with the numbers of few bits."""
-
-    @property
-    def scale(self) -> str:
-        """The name of the tensor with their scales."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape before quantization."""
+    codes: str  # name of the tensor with the numbers of few bits
+    scale: str  # name of the tensor with their scales
+    shape: tuple[int, ...]  # before quantization
+    # whether `shape` is that of the transposed matrices: [experts, in, out]
+    is_transposed: ClassVar[bool] = False
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The names of all its tensors."""
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether `shape` is that of the transposed matrices: [experts, in, out]."""
+        return self.codes, self.scale
 
     def read(
         self, source: SafetensorsSource, expert: int | None, start: int, stop: int
     ) -> torch.Tensor:
-        """Return rows [start, stop) of a matrix in fp32."""
+        """Return rows [start, stop) of a matrix in fp32: of an expert's, or of the only one."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class ScaledWeight:
-    """Codes of 8 or 4 bits, and a scale per block of rows and columns."""
+class BlockWeight(PackedWeight):
+    """A weight with a scale per block of rows and columns."""
 
-    codes: str
-    scale: str
-    shape: tuple[int, ...]
-    block: tuple[int, int]  # rows and columns with the same scale
+    block: tuple[int, int]  # rows and columns with the same scale, and zero point
+
+    def read_grid(
+        self, source: WeightSource, name: str, expert: int | None, start: int, stop: int
+    ) -> torch.Tensor:
+        """Return the scale (or zero point) of every weight in rows [start, stop) of a matrix, from
+        the tensor `name`."""
+        by_row = self._read_rows_of_grid(source, name, expert, start, stop)
+        column = torch.arange(self.shape[-1]) // self.block[1]
+        return by_row[:, column]
+
+    def row_scales(self, source: WeightSource, start: int, stop: int) -> torch.Tensor:
+        """Return the fp32 scales of rows [start, stop) of a matrix, [rows, blocks of columns]."""
+        return self._read_rows_of_grid(source, self.scale, None, start, stop)
+
+    def _read_rows_of_grid(
+        self, source: WeightSource, name: str, expert: int | None, start: int, stop: int
+    ) -> torch.Tensor:
+        block_rows = self.block[0]
+        first = start // block_rows
+        last = ceil(stop / block_rows)
+        if source.tensors[name].shape:
+            stored = read_matrix(source, name, expert, first, last)
+        else:
+            stored = source.read(name)
+        scale = scale_values(stored).reshape(last - first, -1)
+        row = torch.arange(start, stop) // block_rows - first
+        return scale[row]
+
+
+@dataclass(frozen=True)
+class ScaledWeight(BlockWeight):
+    """Codes of 8 or 4 bits, without zero points."""
+
     is_fp4: bool = False  # two codes per byte
     global_scale: str | None = None  # of the scale of NVFP4's scales
     divides: bool = True  # the scales are divided by it, not multiplied
-    is_transposed: bool = False
     code_dtype: torch.dtype | None = None
 
     @property
@@ -68,78 +91,22 @@ class ScaledWeight:
 
     def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
         """See `PackedWeight`."""
-        codes = _read_matrix(source, self.codes, expert, start, stop)
+        codes = read_matrix(source, self.codes, expert, start, stop)
         values = fp4_values(codes) if self.is_fp4 else codes.float()
-        scale = _read_grid(source, self, self.scale, expert, start, stop)
+        scale = self.read_grid(source, self.scale, expert, start, stop)
         if self.global_scale is not None:
             factor = source.read(self.global_scale).float()
             scale = scale / factor if self.divides else scale * factor
         return values.mul_(scale)
 
 
-@dataclass(frozen=True)
-class CompressedWeight:
-    """A matrix of compressed-tensors: FP8 or INT8, or integers of 4 or 8 bits packed in int32."""
-
-    codes: str
-    scale: str
-    shape: tuple[int, ...]
-    block: tuple[int, int]  # rows and columns with the same scale and zero point
-    bits: int | None = None  # of packed integers
-    zero_point: str | None = None
-    shape_name: str | None = None  # of the tensor that holds the shape of packed integers
-    is_transposed: bool = False
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """See `PackedWeight`."""
-        names = (self.codes, self.scale, self.zero_point, self.shape_name)
-        return tuple(name for name in names if name is not None)
-
-    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
-        """See `PackedWeight`."""
-        codes = source.read_rows(self.codes, start, stop)
-        columns = self.shape[-1]
-        values = codes.float() if self.bits is None else unpacked(codes, self.bits)[:, :columns]
-        if self.zero_point is not None:
-            values = values - self._zero_points(source, self.zero_point, start, stop)
-        return values * _read_grid(source, self, self.scale, None, start, stop)
-
-    def _zero_points(self, source: WeightSource, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return the zero points of rows [start, stop) for each column. Those of packed integers
-        are packed along the rows."""
-        if self.bits is None or source.tensors[name].dtype != torch.int32:
-            return _read_grid(source, self, name, None, start, stop)
-        per_word = 32 // self.bits
-        first = start // per_word
-        words = source.read_rows(name, first, ceil(stop / per_word))
-        by_row = unpacked(words.T, self.bits).T
-        offset = first * per_word
-        stored = by_row[start - offset : stop - offset]
-        column = torch.arange(self.shape[-1]) // self.block[1]
-        return stored[:, column]
-
-
-def find_part(source: WeightSource, codes: str, names: Sequence[str]) -> str:
-    """Return the first of the possible names of a part of a weight that the files have. Raises
-    UserError if they have none."""
-    for name in names:
-        if name in source.tensors:
-            return name
-    header = source.tensors[codes]
-    problem = f"{codes} is quantized ({header.dtype}), and {names[0]} is missing"
-    raise damaged(header.file, problem)
-
-
-def damaged(file: Path, problem: str) -> UserError:
-    """Return the error for a file whose tensors do not fit each other."""
-    return UserError(f"{file}: {problem}.\n{DOWNLOAD_AGAIN}")
-
-
-def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return integers of 4 or 8 bits, packed into the words of a matrix's rows from the lowest bit
-    on, as fp32. They are stored with half of their range added."""
-    return unpacked_codes(words, bits).float() - 2 ** (bits - 1)
+def read_matrix(
+    source: WeightSource, name: str, expert: int | None, start: int, stop: int
+) -> torch.Tensor:
+    """Read rows [start, stop) of a stored matrix, or of an expert's."""
+    if expert is None:
+        return source.read_rows(name, start, stop)
+    return source.read_rows(name, expert, expert + 1)[0, start:stop]
 
 
 def unpacked_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -148,75 +115,6 @@ def unpacked_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
     return codes
-
-
-def _read_grid(
-    source: WeightSource,
-    weight: ScaledWeight | CompressedWeight,
-    name: str,
-    expert: int | None,
-    start: int,
-    stop: int,
-) -> torch.Tensor:
-    """Return the scale (or zero point) of every weight in rows [start, stop) of a matrix."""
-    by_row = _read_rows_of_grid(source, weight, name, expert, start, stop)
-    column = torch.arange(weight.shape[-1]) // weight.block[1]
-    return by_row[:, column]
-
-
-def row_scales(source: WeightSource, weight: ScaledWeight, start: int, stop: int) -> torch.Tensor:
-    """Return the fp32 scales of rows [start, stop) of a matrix, [rows, blocks of columns]."""
-    return _read_rows_of_grid(source, weight, weight.scale, None, start, stop)
-
-
-def _read_rows_of_grid(
-    source: WeightSource,
-    weight: ScaledWeight | CompressedWeight,
-    name: str,
-    expert: int | None,
-    start: int,
-    stop: int,
-) -> torch.Tensor:
-    block_rows = weight.block[0]
-    first = start // block_rows
-    last = ceil(stop / block_rows)
-    if source.tensors[name].shape:
-        stored = _read_matrix(source, name, expert, first, last)
-    else:
-        stored = source.read(name)
-    scale = scale_values(stored).reshape(last - first, -1)
-    row = torch.arange(start, stop) // block_rows - first
-    return scale[row]
-
-
-@dataclass(frozen=True)
-class Mxfp4Stack:
-    """Experts in FP4, in blocks of 32 columns: two codes per byte, and exponents as scales."""
-
-    codes: str
-    scale: str
-    shape: tuple[int, ...]
-    is_transposed: bool = True
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """See `PackedWeight`."""
-        return self.codes, self.scale
-
-    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
-        """See `PackedWeight`."""
-        codes = _read_matrix(source, self.codes, expert, start, stop)
-        scale = _read_matrix(source, self.scale, expert, start, stop)
-        values = fp4_values(codes)  # [rows, blocks, 32]
-        return values.mul_(scale_values(scale).unsqueeze(-1)).flatten(1)
-
-
-def _read_matrix(
-    source: WeightSource, name: str, expert: int | None, start: int, stop: int
-) -> torch.Tensor:
-    if expert is None:
-        return source.read_rows(name, start, stop)
-    return source.read_rows(name, expert, expert + 1)[0, start:stop]
 
 
 def fp4_values(packed: torch.Tensor) -> torch.Tensor:
@@ -236,3 +134,76 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype == torch.uint8:
         scale = scale.contiguous().view(torch.float8_e8m0fnu)
     return scale.float()
+
+
+def find_part(source: WeightSource, codes: str, names: Sequence[str]) -> str:
+    """Return the first of the possible names of a part of a weight that the files have. Raises
+    UserError if they have none."""
+    for name in names:
+        if name in source.tensors:
+            return name
+    header = source.tensors[codes]
+    problem = f"{codes} is quantized ({header.dtype}), and {names[0]} is missing"
+    raise damaged(header.file, problem)
+
+
+def find_number(source: WeightSource, codes: str, name: str) -> str:
+    """Return the name of a part that is one number. Raises UserError if it is missing or is not."""
+    find_part(source, codes, [name])
+    header = source.tensors[name]
+    size = torch.Size(header.shape).numel()
+    if size != 1:
+        raise damaged(header.file, f"{name} has {size} values; expected one")
+    return name
+
+
+def matrix_shape(name: str, header: StoredTensor) -> tuple[int, ...]:
+    """Return the shape of codes. Raises UserError if they are no matrix and no stack of them."""
+    if len(header.shape) not in (2, 3):
+        problem = (
+            f"{name} is quantized and has the shape {list(header.shape)}, which is not a matrix"
+        )
+        raise damaged(header.file, problem)
+    return header.shape
+
+
+def check_header(
+    source: WeightSource, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Raise a UserError if a tensor has another shape or dtype."""
+    header = source.tensors[name]
+    if header.shape != shape or header.dtype != dtype:
+        stored = f"{header.dtype} {list(header.shape)}"
+        raise damaged(header.file, f"{name} is {stored}; expected {dtype} {list(shape)}")
+
+
+def fitting_block(
+    source: WeightSource,
+    name: str,
+    scale: str,
+    shape: tuple[int, ...],
+    blocks: Iterable[tuple[int, int]],
+) -> tuple[int, int]:
+    """Return the one of the block sizes that the shape of a weight's scale fits. Blocks at an edge
+    may be smaller. Raises UserError if none does, or the scale has no type of scales."""
+    *stack, rows, columns = shape
+    header = source.tensors[scale]
+    if not header.dtype.is_floating_point and header.dtype != torch.uint8:
+        problem = f"{scale} is {header.dtype}; expected floating-point numbers, or bytes"
+        raise damaged(header.file, problem)
+    expected = []
+    for block_rows, block_columns in blocks:
+        grid = (*stack, ceil(rows / block_rows), ceil(columns / block_columns))
+        expected.append(grid)
+        is_flat = not stack and grid[1] == 1 and header.shape == grid[:1]
+        is_scalar = not stack and grid == (1, 1) and header.shape == ()
+        if header.shape == grid or is_flat or is_scalar:
+            return block_rows, block_columns
+    shapes = " or ".join(str(list(grid)) for grid in expected)
+    problem = f"{scale} has the shape {list(header.shape)}; expected {shapes} for {name}"
+    raise damaged(header.file, f"{problem} {list(shape)}")
+
+
+def damaged(file: Path, problem: str) -> UserError:
+    """Return the error for a file whose tensors do not fit each other."""
+    return UserError(f"{file}: {problem}.\n{DOWNLOAD_AGAIN}")

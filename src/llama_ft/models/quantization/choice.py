@@ -1,13 +1,6 @@
-"""Choose which layers are quantized and how: by the settings, or as stored in the checkpoint.
+"""Choose which layers are quantized and how: by the settings, or as stored in the checkpoint."""
 
-Transformers saves a 4-bit layer as `weight` [out * in / 2, 1], `weight.absmax` and a few tensors
-that describe them. With double quantization `weight.absmax` itself is in 8 bits, in blocks of 256
-across rows. It is converted to fp32, one scale per block, without a loss.
-"""
-
-import json
-import re
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from copy import copy
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -24,17 +17,17 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models.base.layers import SCORE, read_linears
-from llama_ft.models.base.source import WeightSource, listed
+from llama_ft.models.base.source import listed
 from llama_ft.models.base.transformers_private import private
 from llama_ft.models.built import BuiltModel
-from llama_ft.models.published.sources import READERS, dequantized_dtype, remove_note, stored_method
-from llama_ft.models.quantization.as_stored import (
-    STORED,
-    StoredFp8,
-    StoredMxfp4,
-    names_not_converted,
-    stored_scheme,
+from llama_ft.models.published.formats import (
+    FORMATS,
+    methods_kept_as_stored,
+    published_format,
 )
+from llama_ft.models.published.quantization_config import remove_quantization_config
+from llama_ft.models.published.sources import dequantized_dtype
+from llama_ft.models.published.weight_format import StoredScheme, WeightFormat
 from llama_ft.models.quantization.layers import (
     FourBit,
     Int8,
@@ -43,9 +36,6 @@ from llama_ft.models.quantization.layers import (
     quantize_stacks,
     total_weights,
 )
-
-# Names of tensors that describe how another tensor is quantized.
-PART = re.compile(r"(.*\.weight)\.((nested_)?(absmax|quant_map)|quant_state\..*)")
 
 
 class Quantization(NamedTuple):
@@ -56,7 +46,7 @@ class Quantization(NamedTuple):
     # the list is complete, as Transformers reads llm_int8_skip_modules. Otherwise the LM head is
     # excluded, too.
     skip: list[str] | None
-    is_stored: bool  # the checkpoint is already quantized
+    is_prequantized: bool  # the checkpoint is in bitsandbytes' 4 bits
     # Stacked experts are quantized, too. Transformers does not do that, so a quantized checkpoint
     # has them in 16 bits.
     stacks: bool = True
@@ -76,48 +66,67 @@ def choose_quantization(
         if settings.compute_dtype == "auto"
         else cast(torch.dtype, getattr(torch, settings.compute_dtype))
     )
-    is_published = stored_method(model_config) is not None
-    note = remove_note(model_config)
-    if note is None or is_published:
-        if settings.mode == "none":
-            return None
-        if settings.mode == "as_stored":
-            return _as_stored(settings, note, dequantized_dtype(model_config.to_dict()))
-        four_bit = FourBit(settings.quant_type, settings.block_size, dtype, settings.double_quant)
-        asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
-        return Quantization(asked, settings.skip_modules, is_stored=False)
-    method = note.get("quant_method")
-    if method is None and "load_in_8bit" in note:
-        method = "bitsandbytes"  # whose older notes do not say so
-    if method not in (None, "bitsandbytes") or not note.get("load_in_4bit"):
+    weight_format = published_format(model_config.to_dict())
+    quantization_config = remove_quantization_config(model_config)
+    if quantization_config is not None and weight_format is None:
+        return _prequantized(settings, quantization_config, dtype, use_peft)
+    if settings.mode == "none":
+        return None
+    if settings.mode == "as_stored":
+        return _as_stored(settings, weight_format, dequantized_dtype(model_config.to_dict()))
+    four_bit = FourBit(settings.quant_type, settings.block_size, dtype, settings.double_quant)
+    scheme = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
+    return Quantization(scheme, settings.skip_modules, is_prequantized=False)
+
+
+def _prequantized(
+    settings: QuantizationConfig,
+    quantization_config: dict[str, Any],
+    dtype: torch.dtype | None,
+    use_peft: bool,
+) -> Quantization:
+    """Return the quantization of a checkpoint of bitsandbytes. Raises UserError for another
+    checkpoint, and if the settings ask for something else. `dtype`: of matmuls."""
+    method = quantization_config.get("quant_method")
+    if method is None and "load_in_8bit" in quantization_config:
+        method = "bitsandbytes"  # whose older versions do not write it
+    is_4bit = quantization_config.get("load_in_4bit")
+    if method not in (None, "bitsandbytes") or not is_4bit:
         found = f"of {method}" if method else "without quant_method"
         raise UserError(
             f"--model_name: config.json has a quantization_config {found} that is not supported. Supported are: "
-            f"bitsandbytes in 4 bits, {', '.join(READERS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
+            f"bitsandbytes in 4 bits, {', '.join(FORMATS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
         )
     if settings.mode == "8bit" or settings.double_quant or not use_peft:
         raise UserError(
             "--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization or --double_quant."
         )
     # Transformers always uses blocks of 64, and does not store this number.
-    scheme = FourBit(note.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
-    skip = note.get("llm_int8_skip_modules")
-    return Quantization(scheme, skip, is_stored=True, stacks=settings.mode == "4bit")
+    scheme = FourBit(quantization_config.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
+    skip = quantization_config.get("llm_int8_skip_modules")
+    return Quantization(scheme, skip, is_prequantized=True, stacks=settings.mode == "4bit")
 
 
 def _as_stored(
-    settings: QuantizationConfig, note: dict[str, Any] | None, dtype: torch.dtype
+    settings: QuantizationConfig, weight_format: WeightFormat | None, dtype: torch.dtype
 ) -> Quantization:
-    """Return the quantization of a published checkpoint: linear layers in FP8, or stacked experts in
-    MXFP4. `dtype`: of dequantized weights."""
-    scheme = stored_scheme(note, dtype)
+    """Return the quantization of a published checkpoint whose weights stay as they are stored: linear
+    layers, or stacked experts. `dtype`: of dequantized weights."""
+    if weight_format is None or weight_format.scheme is None:
+        found = "not quantized" if weight_format is None else weight_format.method
+        expected = " or ".join(methods_kept_as_stored())
+        raise UserError(
+            f"--quantization as_stored: the checkpoint is {found}; expected {expected}. Leave it out, or use "
+            f"--quantization 4bit."
+        )
+    scheme = weight_format.scheme.of(weight_format.quantization_config, dtype)
     return Quantization(
         scheme,
         settings.skip_modules,
-        is_stored=False,
-        stacks=isinstance(scheme, StoredMxfp4),
-        linears=isinstance(scheme, StoredFp8),
-        not_converted=names_not_converted(note or {}),
+        is_prequantized=False,
+        stacks=scheme.is_of_experts,
+        linears=not scheme.is_of_experts,
+        not_converted=weight_format.modules_in_16_bits(),
     )
 
 
@@ -127,7 +136,7 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     skip does not exist in the model."""
     model = built.model
     scheme = quantization.scheme
-    is_stored = quantization.is_stored
+    is_prequantized = quantization.is_prequantized
     skip = _skipped_patterns(built, quantization)
     read = read_linears(model)  # not called, so a quantized layer could not replace them
     linears = {
@@ -137,9 +146,9 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     }
     stacks = _stacked_weights(model)
     names = [*linears, *stacks]
-    if not is_stored:
+    if not is_prequantized:
         _check_skipped(quantization.skip or (), names)
-    gates = set() if is_stored else _gates(model)
+    gates = set() if is_prequantized else _gates(model)
     chosen = {
         name: module
         for name, module in linears.items()
@@ -167,20 +176,20 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
             f"Leave --quantization out, or use 4bit."
         )
     is_empty = quantization.linears and not whole
-    if is_empty or (is_stored and len(whole) < len(chosen)):
+    if is_empty or (is_prequantized and len(whole) < len(chosen)):
         raise UserError(
             f"--quantization: {scheme.name} does not support this model: of {len(linears)} linear layers, "
             f"{len(linears) - len(chosen)} are skipped and {len(chosen) - len(whole)} have a width that is not a "
             f"multiple of {scheme.block_size}."
         )
     for name, linear in whole.items():
-        model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))
+        model.set_submodule(name, QuantizedLinear(linear, scheme, is_prequantized))
     _quantize_stacks(model, stacked, scheme)
     weights = sum(linear.weight.numel() for linear in whole.values())
     weights += sum(stacked.values())
     unchanged = [name for name in names if name not in whole | stacked]
     experts = f" and {len(stacked)} stacks of experts" if stacks else ""
-    verb = "Kept in" if isinstance(scheme, STORED) else "Quantized to"
+    verb = "Kept in" if isinstance(scheme, StoredScheme) else "Quantized to"
     return (
         f"{verb} {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
         f"weights; not quantized: {listed(unchanged)}"
@@ -193,9 +202,9 @@ def _skipped_patterns(built: BuiltModel, quantization: Quantization) -> list[str
     model = built.model
     skip = [*(quantization.skip or ()), *quantization.not_converted]
     skip += private(model, "_keep_in_fp32_modules") or ()
-    if not quantization.is_stored or quantization.skip is None:
+    if not quantization.is_prequantized or quantization.skip is None:
         skip += get_keys_to_not_convert(model)
-    if not quantization.is_stored:
+    if not quantization.is_prequantized:
         # HY 4's indexer casts its input to the dtype of this weight, which would be that of bytes.
         skip += private(model, "_keep_in_fp32_modules_strict") or ()
     if built.has_score:
@@ -286,49 +295,3 @@ def _gates(model: nn.Module) -> set[nn.Module]:
         if isinstance(module, nn.Linear) and module.out_features == 1:
             gates.add(module)
     return gates
-
-
-def is_part(name: str, keys: Container[str]) -> bool:
-    """Return whether a stored tensor describes the quantization of one of the weights `keys`."""
-    found = PART.fullmatch(name)
-    return found is not None and found[1] in keys
-
-
-def is_4bit(key: str, headers: Container[str]) -> bool:
-    """Return whether the checkpoint holds the weight `key` in 4 bits."""
-    return f"{key}.absmax" in headers
-
-
-def read_4bit(
-    source: WeightSource, key: str, in_features: int, scheme: FourBit, start: int, stop: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read rows [start, stop), which must be whole blocks. Return weight, uint8 [n, in / 2], and
-    scale [n, in / block size], fp32 bits as int32."""
-    # Transformers can store the bytes as another dtype
-    itemsize = source.tensors[key].dtype.itemsize
-    a_row = in_features // 2 // itemsize
-    stored = source.read_rows(key, start * a_row, stop * a_row)
-    weight = stored.contiguous().view(torch.uint8)
-    # bitsandbytes stores its settings as JSON in a uint8 tensor.
-    note = next(name for name in source.tensors if name.startswith(f"{key}.quant_state."))
-    note_bytes = bytes(source.read(note).tolist())
-    state: dict[str, Any] = json.loads(note_bytes)
-    if (state["quant_type"], state["blocksize"]) != (scheme.quant_type, scheme.block_size):
-        raise UserError(
-            f"{source.tensors[key].file}: {key} is not stored in {scheme.name}, as config.json says."
-        )
-    blocks = in_features // scheme.block_size
-    first = start * blocks
-    last = stop * blocks
-    scale = source.read_rows(f"{key}.absmax", first, last)
-    if "nested_blocksize" in state:
-        outer = torch.arange(first, last) // state["nested_blocksize"]
-        code = source.read(f"{key}.nested_quant_map")
-        outer_scale = source.read(f"{key}.nested_absmax")
-        # Double quantization: the scales are codes of 8 bits, with scales of their own.
-        inner_values = code.float()[scale.long()]
-        outer_values = outer_scale.float()[outer]
-        scale = inner_values * outer_values + state["nested_offset"]
-    scale_bits = scale.float().contiguous().view(torch.int32)
-    rows = stop - start
-    return weight.view(rows, -1), scale_bits.view(rows, -1)

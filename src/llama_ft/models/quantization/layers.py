@@ -43,7 +43,7 @@ if _is_ours:
 
 from llama_ft.cpu.one_kernel import OneKernel  # noqa: E402
 from llama_ft.models.base.replaced import become  # noqa: E402
-from llama_ft.models.quantization.as_stored import STORED, StoredFp8, StoredMxfp4  # noqa: E402
+from llama_ft.models.published.weight_format import StoredScheme  # noqa: E402
 from llama_ft.models.quantization.double_quantization import (  # noqa: E402
     dequantize_scales,
     quantize_scales,
@@ -177,7 +177,7 @@ class FourBit:
         return dequantize_scales(scale, blocks).view(-1)
 
 
-Scheme = Int8 | FourBit | StoredFp8 | StoredMxfp4
+Scheme = Int8 | FourBit | StoredScheme
 
 
 SCHEMES: dict[str, Scheme] = {}  # by name, because operators cannot take objects
@@ -223,7 +223,7 @@ class QuantizedWeight(NamedTuple):
     # number of weights: [out, in] of a layer, [experts, rows, columns] of a stack
     shape: tuple[int, ...]
     scheme: Scheme
-    is_stored: bool  # the checkpoint holds it quantized
+    is_prequantized: bool  # the checkpoint holds it in 4 bits
 
 
 def empty_parts(shape: tuple[int, ...], scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,12 +249,12 @@ def _frozen_parameters(
 
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer on the meta device with a weight in 8 or 4 bits, which replaces
-    `linear`. As an nn.Linear it can get an adapter of PEFT. `is_stored`: the checkpoint holds it
-    quantized."""
+    `linear`. As an nn.Linear it can get an adapter of PEFT. `is_prequantized`: the checkpoint holds
+    it in 4 bits."""
 
-    def __init__(self, linear: nn.Linear, scheme: Scheme, is_stored: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, scheme: Scheme, is_prequantized: bool = False) -> None:
         nn.Module.__init__(self)
-        self.is_stored = is_stored
+        self.is_prequantized = is_prequantized
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.scheme = scheme
@@ -286,7 +286,7 @@ class QuantizedStacks(nn.Module):
     """
 
     scheme: Scheme
-    is_stored: bool
+    is_prequantized: bool
     dtype: torch.dtype  # dtype of dequantized weights
     stack_shapes: dict[str, tuple[int, ...]]  # name -> [experts, rows, columns]
     additions: dict[str, Factors]  # name -> LoRA factors to add while the weight is read
@@ -317,7 +317,7 @@ class QuantizedStacks(nn.Module):
         """Return experts [first, last) of a stack, [last - first, rows, columns] in `dtype`."""
         _, rows, columns = self.stack_shapes[name]
         step = max(1, DEQUANTIZED_AT_ONCE // (rows * columns))
-        if isinstance(self.scheme, STORED):  # which write into one tensor themselves
+        if isinstance(self.scheme, StoredScheme):  # which write into one tensor themselves
             step = last - first
         parts = []
         for start in range(first, last, step):
@@ -413,7 +413,7 @@ def quantize_stacks(module: nn.Module, names: list[str], scheme: Scheme) -> None
     become(module, type(f"Quantized{kind.__name__}", (QuantizedStacks, kind), {}))
     assert isinstance(module, QuantizedStacks)
     module.scheme = scheme
-    module.is_stored = False
+    module.is_prequantized = False
     module.dtype = torch.get_default_dtype()
     module.stack_shapes = shapes
     module.additions = {}
@@ -433,14 +433,14 @@ def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
             scale: Any = module.scale
             found.append(
                 QuantizedWeight(
-                    cast(Any, module.weight), scale, shape, module.scheme, module.is_stored
+                    cast(Any, module.weight), scale, shape, module.scheme, module.is_prequantized
                 )
             )
         elif isinstance(module, QuantizedStacks):
             own = cast(dict[str, nn.Parameter], module._parameters)
             found += [
                 QuantizedWeight(
-                    own[name], own[f"{name}_scale"], shape, module.scheme, module.is_stored
+                    own[name], own[f"{name}_scale"], shape, module.scheme, module.is_prequantized
                 )
                 for name, shape in module.stack_shapes.items()
             ]

@@ -45,7 +45,7 @@ from llama_ft.models.base.source import StoredTensor, WeightSource
 from llama_ft.models.base.transformers_private import private
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.published.sources import open_dequantized
-from llama_ft.models.quantization.choice import is_part
+from llama_ft.models.quantization.bitsandbytes_4bit import is_part
 from llama_ft.models.quantization.layers import quantized_weights
 
 # Rotary frequencies. Llama 2's checkpoints have them per layer; models compute them.

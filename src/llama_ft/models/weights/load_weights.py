@@ -32,8 +32,9 @@ from llama_ft.models.base.source import (
 )
 from llama_ft.models.base.transformers_private import INITIALIZED, private
 from llama_ft.models.built import Adapter, BuiltModel, ModelRequest, StoredModel
-from llama_ft.models.quantization.as_stored import STORED, misfit
-from llama_ft.models.quantization.choice import is_4bit, is_part, read_4bit
+from llama_ft.models.published.formats import names_of_parts
+from llama_ft.models.published.weight_format import StoredScheme
+from llama_ft.models.quantization.bitsandbytes_4bit import is_4bit, is_part, read_4bit
 from llama_ft.models.quantization.layers import FourBit, QuantizedWeight, quantized_weights
 from llama_ft.models.weights.conversion import RECOMPUTED
 from llama_ft.models.weights.loader import Loader, ShardLoad, open_loader
@@ -41,19 +42,6 @@ from llama_ft.runtime.console import log
 from llama_ft.runtime.process_group import Ranks
 from llama_ft.runtime.target import current_target
 
-# Ends of the names of scales, codes and zero points in published formats
-PARTS_OF_QUANTIZED = (
-    "_scale_inv",
-    "_scale",
-    "_scales",
-    "_blocks",
-    "_packed",
-    "_zero_point",
-    ".qweight",
-    ".qzeros",
-    ".scales",
-    ".g_idx",
-)
 NORM_ROWS = 1024
 # Number of weights. On the CPU, ranks held at most 11 to 54 MiB in addition to their shards. On a
 # GPU, starting kernels for so few would take longer than the work; there 2**24 weights are 32 MiB
@@ -188,7 +176,7 @@ def _fill_base(
     threads = torch.get_num_threads()
     for name, parameter in model.named_parameters():
         weight = quantized.get(id(parameter))
-        if weight is not None and isinstance(weight.scheme, STORED):
+        if weight is not None and isinstance(weight.scheme, StoredScheme):
             loader.fill(_to_stored(weight, keys[name], loader))
         elif weight is not None:
             # Quantization is many small operations. If other programs use the cores, waiting for
@@ -304,7 +292,7 @@ def _to_stored(weight: QuantizedWeight, key: str, loader: Loader) -> ShardLoad:
     shards = [local_shard(weight.weight), local_shard(weight.scale)]
 
     def make(_: WeightSource, start: int, stop: int) -> Sequence[torch.Tensor]:
-        assert isinstance(weight.scheme, STORED)
+        assert isinstance(weight.scheme, StoredScheme)
         return loader.read_stored(weight.scheme, header, start, stop)
 
     return ShardLoad(shards, weight.shape, [shard.dtype for shard in shards], make)
@@ -317,13 +305,13 @@ def _to_quantized(
     the checkpoint is quantized. In a stack a "row" is an expert, and its rows are quantized block
     by block."""
     scheme = weight.scheme
-    assert not isinstance(scheme, STORED)
+    assert not isinstance(scheme, StoredScheme)
     at_once = QUANTIZED_AT_ONCE[current_target().device]
     shards = [local_shard(weight.weight), local_shard(weight.scale)]
     columns = weight.shape[-1]
 
     def make(source: WeightSource, start: int, stop: int) -> Sequence[torch.Tensor]:
-        if weight.is_stored and isinstance(scheme, FourBit):
+        if weight.is_prequantized and isinstance(scheme, FourBit):
             return read_4bit(source, key, columns, scheme, start, stop)
         rows = source.read_rows(key, start, stop).reshape(-1, columns)
         rows_at_once = max(1, at_once // columns)
@@ -376,14 +364,14 @@ def account_for(
         # In 4 bits the tensor is flat, and its bytes may be stored as another dtype.
         fits_in_4_bits = packed and 2 * stored.nbytes == torch.Size(shape).numel()
         fits = fits_in_4_bits or stored.shape == shape
-        expects_packed = weight is not None and weight.is_stored
+        expects_packed = weight is not None and weight.is_prequantized
         if not fits or packed != expects_packed:
             form = " in 4 bits" if packed else ""
             unlike.append(
                 f"{key} is {list(stored.shape)}{form}, config.json makes it {list(shape)}"
             )
-        elif weight is not None and isinstance(weight.scheme, STORED):
-            problem = misfit(weight.scheme, stored)
+        elif weight is not None and isinstance(weight.scheme, StoredScheme):
+            problem = _misfit(weight.scheme, stored)
             if problem is not None:
                 not_stored.append(f"{key} {problem}")
     known = {name for names in aliases.values() for name in names}
@@ -400,11 +388,20 @@ def account_for(
     return keys
 
 
+def _misfit(scheme: StoredScheme, header: StoredTensor) -> str | None:
+    """Return why a weight of the checkpoint cannot be kept as stored, or None."""
+    if header.packed is None:
+        # A plan from config.json alone knows no more.
+        return None if header.is_dequantized else f"is {header.dtype} and not quantized"
+    return scheme.misfit(header.packed)
+
+
 def _refuse(folder: Path, wrong: dict[str, list[str]], not_stored: list[str]) -> None:
     """Raise a UserError if names are wrong, or if weights cannot stay as they are stored. `wrong`: a
     title -> the names."""
     lines = [f"{title}: {listed(names)}" for title, names in wrong.items() if names]
-    if any(key.endswith(PARTS_OF_QUANTIZED) for key in wrong["not part of the model"]):
+    parts = names_of_parts() if lines else ()
+    if any(key.endswith(parts) for key in wrong["not part of the model"]):
         lines.append(
             "Some belong to quantized weights, but not as config.json's quantization_config says. "
             "Download the model again with its config.json, or use a version in 16 bits."

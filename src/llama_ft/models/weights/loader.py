@@ -26,7 +26,7 @@ from llama_ft.models.base.source import (
     row_blocks,
 )
 from llama_ft.models.built import BuiltModel
-from llama_ft.models.quantization.as_stored import StoredFp8, StoredMxfp4, read_stored
+from llama_ft.models.published.weight_format import StoredScheme
 from llama_ft.models.weights.conversion import open_source
 
 # copying 550 M weights takes 0.1 s in blocks of 2**22 to 2**24, up to 1.1 s in 2**19
@@ -75,10 +75,10 @@ class Loader:
                 self.group.replicate(shard)
 
     def read_stored(
-        self, scheme: StoredFp8 | StoredMxfp4, header: StoredTensor, start: int, stop: int
+        self, scheme: StoredScheme, header: StoredTensor, start: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read rows as they are stored, from the model's files: `source` shows them in 16 bits."""
-        return read_stored(self._opened_files, scheme, header, start, stop)
+        return scheme.read(self._opened_files, header, start, stop)
 
     @cached_property
     def _opened_files(self) -> SafetensorsSource:

@@ -23,8 +23,9 @@ from llama_ft.models.base.source import SafetensorsSource, StoredTensor, weight_
 from llama_ft.models.build import build_on_meta
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.model_config import load_model_config
-from llama_ft.models.published.published_note import find_note
-from llama_ft.models.published.sources import open_dequantized, stored_method
+from llama_ft.models.published.formats import published_format
+from llama_ft.models.published.quantization_config import find_quantization_config
+from llama_ft.models.published.sources import open_dequantized
 from llama_ft.models.quantization.layers import Scheme, empty_parts
 from llama_ft.models.weights import conversion
 from llama_ft.models.weights.conversion import converted_source
@@ -106,10 +107,11 @@ def read_headers(
         UserError: config.json or a header cannot be read.
     """
     config = load_model_config(folder, model.trust_remote_code)
+    settings = config.to_dict()
     # of a model on the Hub, a plan downloads the index only
     if any(file.exists() for file in weight_files(folder)):
         headers = open_dequantized(folder).tensors
-    elif find_note(config.to_dict()) and not stored_method(config):
+    elif find_quantization_config(settings) and not published_format(settings):
         raise UserError(
             f"--model_name {model.model_name}: it is quantized, and what its files hold cannot be known without them."
             "\nDownload it, or plan with the model it was made of and --quantization."
@@ -120,7 +122,7 @@ def read_headers(
         built = build_on_meta(deepcopy(config), model, with_images=with_images)
         parameters = built.model.named_parameters()
         # Which tensors are quantized is not known: all count as dequantized.
-        is_published = stored_method(config) is not None
+        is_published = published_format(settings) is not None
         headers = {
             checkpoint_key(name): StoredTensor(folder, tuple(parameter.shape), dtype, is_published)
             for name, parameter in parameters

@@ -169,7 +169,7 @@ class FirstPass(ABC):
         """Build the other model, frozen, call `compute` with it, and free it."""
         ranks = self.inputs.ranks
         log.info(f"{self.title}: {other.name}")
-        if ranks.is_main and (stored := models.describe_stored(other.folder, other.config)):
+        if ranks.is_main and (stored := models.describe_published(other.folder, other.config)):
             log.info(stored)
         models.choose_head(other.config, self.config.preference.entry.has_score)
         request = models.ModelRequest(self.config, other.folder, other.config, purpose="reference")

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, choose_quantization, load_model_config
-from llama_ft.models.published.sources import describe_stored, open_dequantized, remove_note
+from llama_ft.models.published.quantization_config import remove_quantization_config
+from llama_ft.models.published.sources import describe_published, open_dequantized
 from llama_ft.models.weights.conversion import open_source
 from llama_ft.models.weights.load_weights import account_for
 
@@ -126,7 +127,7 @@ def test_biases_of_zeros_that_the_layers_lack_are_left_out(tmp_path: Path) -> No
         folder = tmp_path / name
         publish_columns(folder, GPTQ, bias=value)
         config = load_model_config(folder, False)
-        remove_note(config)
+        remove_quantization_config(config)
         built = build_on_meta(config, ModelConfig(model_name=str(folder)), folder=folder)
         source = open_source(folder, built)
         biases = [name for name in source.tensors if name.endswith(".bias")]
@@ -141,7 +142,7 @@ def test_biases_of_zeros_that_the_layers_lack_are_left_out(tmp_path: Path) -> No
 
 def test_the_start_says_what_was_found(tmp_path: Path) -> None:
     publish_columns(tmp_path, AWQ)
-    text = describe_stored(tmp_path, load_model_config(tmp_path, False))
+    text = describe_published(tmp_path, load_model_config(tmp_path, False))
     assert text is not None and "The checkpoint is quantized: AWQ in 4 bits" in text
 
 
