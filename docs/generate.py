@@ -41,7 +41,7 @@ RECIPES = {
                  "evaluation.flags", "EvaluateFlags", "MODEL..."),
     "export": ("Write a model or adapter in Hugging Face format from any checkpoint.",
                "export_flags", "ExportFlags", "CHECKPOINT OUT"),
-    "report": ("Write the report of a run, or compare runs.", "report.run", "ReportFlags", "RUN..."),
+    "report": ("Write the report of a run, or compare runs.", "extensions.report.run", "ReportFlags", "RUN..."),
 }  # fmt: skip
 # Key of metrics.jsonl -> its unit and meaning.
 METRICS = {
@@ -172,7 +172,7 @@ def cli_page() -> str:
         "## finetuning\n\n`python recipes/finetuning.py [flags]`, or `llama-ft train`. Its flags are the settings\n"
         "of the [config reference](config.md), and `--config FILE`.\n",
     ]
-    verbs = {recipe: verb for verb, (recipe, _) in VERBS.items()}
+    verbs = {verb.recipe: name for name, verb in VERBS.items()}
     for name, (meaning, module, flags, words) in RECIPES.items():
         read: Any = getattr(importlib.import_module(f"llama_ft.{module}"), flags)
         usage = f"`python recipes/{name}.py {words + ' ' if words else ''}[flags]`, or `llama-ft {verbs[name]}`."

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from browser import Browser, find_browser
 
-from llama_ft.report import read_run, report_page
+from llama_ft.extensions.report.page import report_page
+from llama_ft.extensions.report.run import read_run
 
 DOCS = Path(__file__).resolve().parent
 RECORDED = DOCS / "recorded" / "quickstart"

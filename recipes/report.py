@@ -8,18 +8,18 @@ writes one page with their curves in shared charts and the settings that differ.
 import signal
 import sys
 
-from llama_ft import report
 from llama_ft.config.home import expanded
 from llama_ft.errors import UserError, exit_on_error
+from llama_ft.extensions.report.page import comparison_page, report_page
+from llama_ft.extensions.report.run import ReportFlags, read_report_flags, read_run
 from llama_ft.processes import replace_text
-from llama_ft.report.run import ReportFlags, read_report_flags
 
 
 def main(options: ReportFlags) -> None:
     """Read the runs and write the page."""
     try:
-        runs = [report.read_run(expanded(name)) for name in options.paths]
-        page = report.report_page(runs[0]) if len(runs) == 1 else report.comparison_page(runs)
+        runs = [read_run(expanded(name)) for name in options.paths]
+        page = report_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     except UserError:
         raise
     except Exception as error:  # files of another program, or corrupted files, may hold anything

@@ -81,7 +81,7 @@ class Command:
         for number, word in enumerate(self.words):
             name = Path(word).stem if re.search(r"(^|/)recipes/\w+\.py$", word) else None
             if self.words[number - 1] == "llama-ft" and word in VERBS:
-                name = VERBS[word][0]
+                name = VERBS[word].recipe
             if re.fullmatch(r"launch/\S+\.sbatch", word):  # which hands its flags on
                 name = "finetuning"
             if name in SCRIPTS:
@@ -198,7 +198,11 @@ def flag_reader(script: str) -> Callable[[list[str]], Any]:
         return lambda words: load(words, DEMO_CONFIG, paths=False)
     if script == "plan":
         return lambda words: read_plan_flags(words, DEMO_CONFIG)
-    modules = {"evaluate": "evaluation.flags", "export": "export_flags", "report": "report.run"}
+    modules = {
+        "evaluate": "evaluation.flags",
+        "export": "export_flags",
+        "report": "extensions.report.run",
+    }
     reader = importlib.import_module(f"llama_ft.{modules.get(script, f'{script}.flags')}")
     return lambda words: getattr(reader, f"read_{script}_flags")(words, "")
 

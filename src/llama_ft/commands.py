@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
-from llama_ft import __version__
+from llama_ft import __version__, door
+from llama_ft.door import Verb
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPES = PACKAGE / "recipes"  # of a plain install; see setup.py
@@ -31,23 +32,27 @@ def _run(recipe: str) -> None:
     exec(code, vars(main))
 
 
-# verb -> its recipe, and what --help says about it
 VERBS = {
-    "train": ("finetuning", "Fine-tune a model. --nproc N: on N processes of this machine."),
-    "plan": ("plan", "Predict the GPU memory of a run."),
-    "check": (
+    "train": Verb(
+        "finetuning",
+        "Fine-tune a model. --nproc N: on N processes of this machine.",
+        takes_nproc=True,
+    ),
+    "plan": Verb("plan", "Predict the GPU memory of a run."),
+    "check": Verb(
         "check",
         "Measure devices, network and disk before a run. --nproc N: on N processes.",
+        takes_nproc=True,
     ),
-    "chat": ("inference", "Chat with a model or adapter, or answer a file of prompts."),
-    "evaluate": ("evaluate", "Measure losses on a dataset, and scores of lm-evaluation-harness."),
-    "export": (
-        "export",
-        "Export a checkpoint, or merge an adapter, for Transformers, PEFT and vLLM.",
+    "chat": Verb("inference", "Chat with a model or adapter, or answer a file of prompts."),
+    "evaluate": Verb(
+        "evaluate", "Measure losses on a dataset, and scores of lm-evaluation-harness."
     ),
-    "report": ("report", "Write the HTML report of a run, or compare several."),
+    "export": Verb(
+        "export", "Export a checkpoint, or merge an adapter, for Transformers, PEFT and vLLM."
+    ),
+    **door.verbs(),
 }
-LAUNCHED = ("train", "check")  # verbs that take --nproc
 HELP = "Usage: llama-ft VERB [flags]\n\n{}\n\nllama-ft VERB --help lists a verb's flags, --version prints the version."
 
 
@@ -59,7 +64,7 @@ def main() -> None:
     if verb == "--version":
         print(f"llama_ft {__version__}")
     elif verb in ("--help", "-h", ""):
-        lines = [f"  {name:10}{meaning}" for name, (_, meaning) in VERBS.items()]
+        lines = [f"  {name:10}{entry.about}" for name, entry in VERBS.items()]
         print(HELP.format("\n".join(lines)), file=sys.stdout if verb else sys.stderr)
         sys.exit(0 if verb else 2)
     elif verb not in VERBS:
@@ -69,12 +74,11 @@ def main() -> None:
         expected = f"expected one of {names}, or --version."
         print(f"error: llama-ft {verb}: {expected}{hint}", file=sys.stderr)
         sys.exit(2)
-    elif verb in LAUNCHED and _has_nproc(flags):
+    elif VERBS[verb].takes_nproc and _has_nproc(flags):
         _launch(verb, flags)
     else:
-        recipe, _ = VERBS[verb]
         sys.argv = [f"{sys.argv[0]} {verb}", *flags]
-        _run(recipe)
+        _run(VERBS[verb].recipe)
 
 
 def _has_nproc(flags: list[str]) -> bool:
@@ -107,8 +111,7 @@ def _launch(verb: str, flags: list[str]) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    name, _ = VERBS[verb]
-    recipe = RECIPES / f"{name}.py"
+    recipe = RECIPES / f"{VERBS[verb].recipe}.py"
     try:
         run.main(["--nproc_per_node", number, str(recipe), *flags])
     except ChildFailedError as error:

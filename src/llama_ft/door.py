@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-NAMES = ("kubeflow",)  # in the order of their parts in a run
+NAMES = ("kubeflow", "report")  # in the order of their parts in a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +25,18 @@ class Extension:
         part: `module:Class` of a part of a run. It is called with the run's `Setup` and
             `RunInputs`, and should raise a UserError for settings that do not fit.
         needs_part: tells from the `Config` whether the run has this part.
+        at_end: `module:function` of a run's directory. It is called when the run has ended in any
+            way, also after an error, on the disk that has the log. It must not raise.
         tools: tool of recipes/, such as check -> its flags and what they do.
+        verbs: `llama-ft VERB` -> its recipe.
     """
 
     settings: Mapping[str, str] = field(default_factory=dict)
     part: str | None = None
     needs_part: Callable[[Any], bool] = lambda config: True
+    at_end: str | None = None
     tools: Mapping[str, "ToolFlags"] = field(default_factory=dict)
+    verbs: Mapping[str, "Verb"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,21 @@ class ToolFlags:
     flags: str
     run: str
     is_used: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb of `llama-ft`.
+
+    Attributes:
+        recipe: the name of its file in recipes/.
+        about: what --help says about it.
+        takes_nproc: `--nproc N` starts it as N processes.
+    """
+
+    recipe: str
+    about: str
+    takes_nproc: bool = False
 
 
 @cache
@@ -71,6 +92,17 @@ def parts(config: Any) -> Iterator[Callable[[Any, Any], Any]]:
     for extension in extensions():
         if extension.part is not None and extension.needs_part(config):
             yield resolve_name(extension.part)
+
+
+def functions_at_end() -> list[Callable[[Path], None]]:
+    """Return what is called with the directory of a run that has ended."""
+    names = [extension.at_end for extension in extensions()]
+    return [resolve_name(name) for name in names if name is not None]
+
+
+def verbs() -> dict[str, Verb]:
+    """Return the verbs of `llama-ft` that extensions bring."""
+    return {name: verb for extension in extensions() for name, verb in extension.verbs.items()}
 
 
 def flags_of(tool: str) -> list[Any]:

@@ -27,7 +27,7 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 4300,
+    "": 4600,
     "check": 4300,
     "checkpoint": 19_200,
     "config": 20_100,
@@ -37,11 +37,11 @@ TOKENS = {
     "export": 9800,
     "extensions": 0,  # each has its own line below
     "extensions/kubeflow": 850,
+    "extensions/report": 6100,
     "inference": 7500,
     "models": 60_000,
     "observe": 12_600,
     "plan": 18_600,
-    "report": 5900,
     "run": 9300,
     "runtime": 12_400,
     "training": 29_900,
@@ -63,7 +63,6 @@ BELOW = {
     "cpu": {"config", "runtime"},
     "data": {"config", "runtime"},
     "models": {"config", "cpu", "runtime"},
-    "report": {"config"},
     "check": {"checkpoint", "config", "observe", "runtime"},
     "observe": {"config", "models", "runtime"},
     "training": {"config", "cpu", "data", "models", "runtime"},
@@ -92,7 +91,6 @@ BELOW = {
         "models",
         "observe",
         "plan",
-        "report",
         "runtime",
         "training",
     },

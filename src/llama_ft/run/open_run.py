@@ -4,7 +4,6 @@ import dataclasses
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ from llama_ft.config import to_yaml
 from llama_ft.config.attempts import describe_attempts
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.plan.spare_memory import use_spare_memory
+from llama_ft.run import result
 from llama_ft.run.inputs import RunInputs
 from llama_ft.run.parts import Part
 from llama_ft.run.parts.final_tasks import FinalTasks
-from llama_ft.run.parts.report import ReportFacts
 from llama_ft.run.parts.save_requests import SaveRequests
 from llama_ft.run.parts.slow_ranks import SlowRanks
 from llama_ft.run.parts.snapshots import MemorySnapshot
 from llama_ft.run.parts.summary import Summary
 from llama_ft.run.parts.tracked_model import TrackedModel
 from llama_ft.run.parts.uploads import UploadedRun
-from llama_ft.run.result import end_run
 from llama_ft.run.setup import Setup, take_newer
 from llama_ft.run.training_run import TrainingRun
 from llama_ft.runtime import log
@@ -76,8 +74,8 @@ def open_run(
     setup = take_newer(setup, config, inputs.description, inputs.batches, uploads)
     setup = dataclasses.replace(setup, config=config)
     resumed = setup.resumed
-    at_end = partial(end_run, directory, uploads, ranks)
     step = resumed.step if resumed else 0
+    at_end = result.at_end(directory, uploads, ranks)
     ranks.begin_run(directory, step, at_end, setup.global_batch)
     description = checkpoint.describe_run(config) | inputs.description
     attempts = checkpoint.attempts_of(resumed, description, ranks)
@@ -95,7 +93,7 @@ def open_run(
     if uploads is not None:
         hooks = uploads.hooks()
         parts = [*parts, UploadedRun(uploads)]
-    parts = [ReportFacts(setup.layout), *parts, Summary(setup.recipes, setup.started_at)]
+    parts = [*parts, Summary(setup.recipes, setup.started_at)]
 
     def saved(step: int) -> None:
         for part in parts:

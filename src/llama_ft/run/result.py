@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_ft import checkpoint, report
+from llama_ft import checkpoint, door
 from llama_ft.runtime import Ranks
 
 if TYPE_CHECKING:
@@ -41,11 +42,16 @@ def trainer_record(run: TrainingRun) -> dict[str, Any]:
     return {**outcome_of(run), **run.description}
 
 
-def end_run(directory: Path, uploads: checkpoint.Uploads | None, ranks: Ranks) -> None:
-    """Write the report of a run that has ended in any way, and upload it. A rank that ends the run
-    on another disk than rank 0's has only the status."""
+def at_end(directory: Path, uploads: checkpoint.Uploads | None, ranks: Ranks) -> Callable[[], None]:
+    """Return what is called when a run has ended in any way: it writes its report, and uploads it.
+    A rank that ends the run on another disk than rank 0's has only the status."""
     has_log = ranks.disk_leader == 0
-    if has_log:
-        report.write_or_warn(directory)
-    if uploads is not None and ranks.status is not None:
-        uploads.put_outcome(ranks.status.step, has_log)
+    functions = door.functions_at_end() if has_log else []  # nothing is imported after an error
+
+    def end_run() -> None:
+        for function in functions:
+            function(directory)
+        if uploads is not None and ranks.status is not None:
+            uploads.put_outcome(ranks.status.step, has_log)
+
+    return end_run

@@ -17,7 +17,7 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
 from llama_ft.plan.types import Recipe
-from llama_ft.run.result import end_run
+from llama_ft.run.result import at_end
 from llama_ft.runtime import Ranks, log
 
 
@@ -217,8 +217,7 @@ def end_if_finished(
         is_uploaded = ranks.broadcast_from_rank0(lambda: checkpoint.is_uploaded(store, step))
         missing = None if is_uploaded else store
     uploads = checkpoint.open_uploads(missing, resumed.run, config.checkpoint, resumed, ranks)
-    at_end = partial(end_run, resumed.run, uploads, ranks)
-    ranks.begin_run(resumed.run, resumed.step, at_end)
+    ranks.begin_run(resumed.run, resumed.step, at_end(resumed.run, uploads, ranks))
     if uploads is not None:
         uploads.add_missing()
         uploads.finish()

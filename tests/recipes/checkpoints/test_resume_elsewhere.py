@@ -13,8 +13,7 @@ from conftest import RECIPE, Finished, metrics, run_cases
 from forked import forked
 
 from llama_ft.config import load
-from llama_ft.report import read_run
-from llama_ft.report.run import differing_settings
+from llama_ft.extensions.report.run import differing_settings, read_run
 
 ALLOWED = ("--resume_allow_changes", "lr,max_train_step")
 

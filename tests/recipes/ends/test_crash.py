@@ -11,7 +11,7 @@ import pytest
 from conftest import RECIPE, REPOSITORY, load_script, run
 from forked import forked
 
-from llama_ft.report import read_run
+from llama_ft.extensions.report.run import read_run
 
 SCRIPT = REPOSITORY / "benchmarks" / "crash.py"
 KILLED = Path(__file__).with_name("killed_job.py")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class UploadedRun(Part):
     """Uploads each checkpoint, and at the end the final model or adapter. The report and the status
-    follow when they are written: see `end_run`."""
+    follow when they are written: see `at_end` in run/result.py."""
 
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads

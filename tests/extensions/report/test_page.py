@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from report_run import LAYERS, MARKUP, SECRET, write_run
 
+from llama_ft.extensions.report.page import comparison_page, report_page
+from llama_ft.extensions.report.run import read_run
 from llama_ft.processes import replace_text
-from llama_ft.report import comparison_page, read_run, report_page
 
 CURVES = [
     "Learning rate", "Gradient norm", "Tokens per second", "MFU, %", "Matmul utilization, %", "Time per step, s",

@@ -6,21 +6,19 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from llama_ft import observe
-from llama_ft.run.parts.part import Part
+from llama_ft.run import Part
 
 if TYPE_CHECKING:
+    from llama_ft.run.inputs import RunInputs
+    from llama_ft.run.setup import Setup
     from llama_ft.run.training_run import TrainingRun
 
 
 class ReportFacts(Part):
-    """Keeps facts for report.html: hardware, data, attempts and FSDP units.
+    """Keeps facts for report.html: hardware, data, attempts and FSDP units."""
 
-    Args:
-        layout: a line about the ranks and the batch size.
-    """
-
-    def __init__(self, layout: str) -> None:
-        self._layout = layout
+    def __init__(self, setup: Setup, inputs: RunInputs) -> None:
+        self._layout = setup.layout
 
     def opened(self, run: TrainingRun) -> None:
         """See Part."""

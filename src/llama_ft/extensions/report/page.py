@@ -18,9 +18,9 @@ import numpy
 from markupsafe import Markup
 
 from llama_ft.config.wording.messages import size_text
+from llama_ft.extensions.report.plot import TEMPLATES, Plot, Series, number, smoothed
+from llama_ft.extensions.report.run import Run, differing_settings
 from llama_ft.phases import MEMORY_CATEGORIES, PHASES
-from llama_ft.report.plot import TEMPLATES, Plot, Series, number, smoothed
-from llama_ft.report.run import Run, differing_settings
 
 HERE = Path(__file__).parent
 BASE = "Python and its libraries"

@@ -15,8 +15,9 @@ from report_run import write_run
 from llama_ft.config.paths import RUN_MARKER
 from llama_ft.data.tokenize.statistics import BadKind, BuildReport, SplitStatistics, warnings_of
 from llama_ft.errors import UserError
-from llama_ft.report import read_run, report_page, write_or_warn
-from llama_ft.report.run import differing_settings
+from llama_ft.extensions.report.page import report_page
+from llama_ft.extensions.report.run import differing_settings, read_run
+from llama_ft.extensions.report.write import write_or_warn
 
 SCRIPT = REPOSITORY / "recipes" / "report.py"
 WITHOUT_TORCH = "import runpy, sys; sys.argv = sys.argv[1:]; sys.modules |= dict.fromkeys(['torch', 'transformers']); "

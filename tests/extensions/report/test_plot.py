@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import numpy
 import pytest
 
-from llama_ft.report.plot import Plot, Series, number, smoothed, thin, tick_texts, ticks
+from llama_ft.extensions.report.plot import Plot, Series, number, smoothed, thin, tick_texts, ticks
 
 STEPS = 100_000
 

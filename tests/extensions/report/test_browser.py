@@ -9,7 +9,8 @@ import pytest
 from conftest import REPOSITORY
 from report_run import write_run
 
-from llama_ft.report import comparison_page, read_run, report_page
+from llama_ft.extensions.report.page import comparison_page, report_page
+from llama_ft.extensions.report.run import read_run
 
 sys.path.insert(0, str(REPOSITORY / "docs"))
 import report_picture

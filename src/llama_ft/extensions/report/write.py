@@ -1,12 +1,11 @@
-"""report.html: the self-contained HTML report of a run, on results and cost. Nothing here imports
-torch."""
+"""Write report.html at the end of a run."""
 
 import sys
 from pathlib import Path
 
+from llama_ft.extensions.report.page import report_page
+from llama_ft.extensions.report.run import read_run
 from llama_ft.processes import replace_text
-from llama_ft.report.page import comparison_page, report_page
-from llama_ft.report.run import Run, read_run
 
 
 def write_or_warn(output_dir: Path) -> None:
