@@ -1,13 +1,10 @@
 """An objective is added to a copy of the tree, by changing as few files as the pages say."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
+from edited_copy import EditedCopy
 from pages import Page
 
 PAGE = REPOSITORY / "docs" / "development" / "add-a-loss.md"
@@ -100,45 +97,21 @@ assert "scored.safetensors" in RUN_ENTRIES
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    for name in ("src", "recipes", "configs"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
-    return tmp_path
+def copy(tmp_path: Path) -> EditedCopy:
+    return EditedCopy(tmp_path)
 
 
-def contents(copy: Path) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in copy.rglob("*.py")}
-
-
-def run(copy: Path, code: str, *arguments: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, check=False)
-    assert done.returncode == 0
-
-
-def changed(before: dict[Path, bytes], after: dict[Path, bytes]) -> list[Path]:
-    return [file for file, content in after.items() if before.get(file) != content]
-
-
-def test_the_pair_loss_of_the_page_changes_two_files(copy: Path) -> None:
-    before = contents(copy)
+def test_the_pair_loss_of_the_page_changes_two_files(copy: EditedCopy) -> None:
     [diff] = [block for block in Page(PAGE).blocks("diff") if "hinge" in block]
-    subprocess.run(["git", "apply", "-"], cwd=copy, input=diff, text=True, check=True)
-    run(copy, LOAD + HINGE, "hinge", "simpo_gamma")
-    assert len(changed(before, contents(copy))) == 2
+    copy.apply(diff)
+    copy.run("-c", LOAD + HINGE, "hinge", "simpo_gamma")
+    assert len(copy.touched()) == 2
 
 
 def test_an_objective_with_a_pass_over_another_model_changes_at_most_three_files(
-    copy: Path,
+    copy: EditedCopy,
 ) -> None:
-    before = contents(copy)
-    registry = copy / "src" / "llama_ft" / "config" / "objectives.py"
-    text = registry.read_text()
-    place = '    "kto": ObjectiveEntry(\n'
-    assert text.count(place) == 1
-    registry.write_text(text.replace(place, ENTRY))
-    folder = copy / "src" / "llama_ft" / "training" / "objectives"
-    (folder / "scored.py").write_text(SCORED)
-    run(copy, LOAD + WITH_PASS, "scored", "beta")
-    assert len(changed(before, contents(copy))) <= 3
+    copy.replace("src/llama_ft/config/objectives.py", '    "kto": ObjectiveEntry(\n', ENTRY)
+    copy.write("src/llama_ft/training/objectives/scored.py", SCORED)
+    copy.run("-c", LOAD + WITH_PASS, "scored", "beta")
+    assert len(copy.touched()) <= 3

@@ -1,16 +1,12 @@
 """A number of the logits, such as the token accuracy, is logged with every objective by one change."""
 
 import copy
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from edited_copy import EditedCopy
 from peft import LoraConfig, get_peft_model
 from training.objectives.test_preferences import batch, made
 
@@ -114,17 +110,9 @@ assert 0 <= summed.logged["token_accuracy"] <= summed.logged["count/token_accura
 
 
 def test_the_token_accuracy_is_added_by_changing_at_most_two_files(tmp_path: Path) -> None:
-    for name in ("src", "recipes", "configs"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*.py")}
-    file = tmp_path / "src" / "llama_ft" / "training" / "objectives" / "base.py"
-    text = file.read_text()
+    edited = EditedCopy(tmp_path)
     added = 'return {"token_accuracy": (logits.argmax(-1) == targets).float()}'
-    assert text.count("    return {}\n") == 1
-    file.write_text(text.replace("    return {}\n", f"    {added}\n"))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
-    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, check=False)
-    assert done.returncode == 0
-    changed = [file for file, content in before.items() if file.read_bytes() != content]
-    assert len(changed) <= 2
+    file = "src/llama_ft/training/objectives/base.py"
+    edited.replace(file, "    return {}\n", f"    {added}\n")
+    edited.run("-c", CHECK)
+    assert len(edited.touched()) <= 2
