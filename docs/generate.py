@@ -34,7 +34,7 @@ RECIPES = {
     "plan": ("Predict the memory of a run before it starts. It takes every flag of `recipes/finetuning.py` too.",
              "plan.flags", "PlanFlags", ""),
     "check": ("Measure devices, network and disk before a run. Start it with torchrun, as the training.",
-              "check.flags", "CheckFlags", ""),
+              "extensions.check.flags", "CheckFlags", ""),
     "inference": ("Ask a model: one prompt, a file of prompts, or a conversation.",
                   "inference.flags", "InferenceFlags", "MODEL"),
     "evaluate": ("Compute loss and perplexity, and run tasks of lm-evaluation-harness.",

@@ -7,22 +7,22 @@ The exit code is 1 if something is.
 
 import sys
 
-from llama_ft.check.flags import CheckFlags, read_check_flags
 from llama_ft.config.home import expanded
 from llama_ft.errors import before_imports
+from llama_ft.extensions.check.flags import CheckFlags, read_check_flags
 
 if __name__ == "__main__":
     with before_imports():
         OPTIONS = read_check_flags(sys.argv[1:], str(__doc__))
 
 from llama_ft import door, runtime  # noqa: E402
-from llama_ft.check.disk import try_disk  # noqa: E402
-from llama_ft.check.machine import measure_rank  # noqa: E402
-from llama_ft.check.network import measure_network  # noqa: E402
-from llama_ft.check.result import CheckResult  # noqa: E402
-from llama_ft.check.store import StoreTrial, try_store  # noqa: E402
 from llama_ft.config import parse_duration  # noqa: E402
 from llama_ft.errors import RunFailure  # noqa: E402
+from llama_ft.extensions.check.disk import try_disk  # noqa: E402
+from llama_ft.extensions.check.machine import measure_rank  # noqa: E402
+from llama_ft.extensions.check.network import measure_network  # noqa: E402
+from llama_ft.extensions.check.result import CheckResult  # noqa: E402
+from llama_ft.extensions.check.store import StoreTrial, try_store  # noqa: E402
 from llama_ft.runtime import log  # noqa: E402
 
 

@@ -199,6 +199,7 @@ def flag_reader(script: str) -> Callable[[list[str]], Any]:
     if script == "plan":
         return lambda words: read_plan_flags(words, DEMO_CONFIG)
     modules = {
+        "check": "extensions.check.flags",
         "evaluate": "evaluation.flags",
         "export": "export_flags",
         "report": "extensions.report.run",

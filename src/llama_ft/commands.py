@@ -39,11 +39,6 @@ VERBS = {
         takes_nproc=True,
     ),
     "plan": Verb("plan", "Predict the GPU memory of a run."),
-    "check": Verb(
-        "check",
-        "Measure devices, network and disk before a run. --nproc N: on N processes.",
-        takes_nproc=True,
-    ),
     "chat": Verb("inference", "Chat with a model or adapter, or answer a file of prompts."),
     "evaluate": Verb(
         "evaluate", "Measure losses on a dataset, and scores of lm-evaluation-harness."

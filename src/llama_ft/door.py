@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-NAMES = ("kubeflow", "report")  # in the order of their parts in a run
+NAMES = ("kubeflow", "check", "report")  # in the order of their parts in a run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,6 @@ MOST_FILES = 12  # per folder, without __init__.py
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
     "": 4600,
-    "check": 4300,
     "checkpoint": 19_200,
     "config": 20_100,
     "cpu": 4700,
@@ -36,6 +35,7 @@ TOKENS = {
     "evaluation": 3500,
     "export": 9800,
     "extensions": 0,  # each has its own line below
+    "extensions/check": 4300,
     "extensions/kubeflow": 850,
     "extensions/report": 6100,
     "inference": 7500,
@@ -63,7 +63,6 @@ BELOW = {
     "cpu": {"config", "runtime"},
     "data": {"config", "runtime"},
     "models": {"config", "cpu", "runtime"},
-    "check": {"checkpoint", "config", "observe", "runtime"},
     "observe": {"config", "models", "runtime"},
     "training": {"config", "cpu", "data", "models", "runtime"},
     "export": {"checkpoint", "config", "data", "models", "runtime", "training"},

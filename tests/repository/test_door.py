@@ -1,6 +1,7 @@
 """Extensions come through llama_ft/door.py: a folder and a name each."""
 
 import dataclasses
+import re
 import shutil
 import subprocess
 import sys
@@ -27,8 +28,8 @@ def test_importing_what_extensions_say_imports_neither_torch_nor_transformers() 
 
 def references(value: Any) -> Iterator[str]:
     """Yield all `module:Class` in what an extension brings."""
-    if isinstance(value, str) and ":" in value:
-        yield value
+    if isinstance(value, str):
+        yield from re.findall(r"^[\w.]+:\w+$", value)
     elif isinstance(value, dict):
         for item in value.values():
             yield from references(item)

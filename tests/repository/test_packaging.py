@@ -17,7 +17,7 @@ from forked import REPOSITORY
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-VERBS = ["train", "plan", "check", "chat", "evaluate", "export", "report"]
+VERBS = ["train", "plan", "chat", "evaluate", "export", "check", "report"]
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
             "NOTICE", "THIRD_PARTY_NOTICES.md", "requirements.txt", "requirements-dev.txt", "src", "recipes",
             "configs"]  # fmt: skip

@@ -5,7 +5,7 @@ import json
 import sys
 
 from llama_ft import runtime
-from llama_ft.check.network import measure_network
+from llama_ft.extensions.check.network import measure_network
 
 with runtime.start("cpu", "world") as ranks:
     links = measure_network(ranks, sys.argv[1:], 2**20)

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from llama_ft.check.disk import DiskTrial
-from llama_ft.check.machine import RankFacts
-from llama_ft.check.network import Link
-from llama_ft.check.store import StoreTrial
 from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import plural
+from llama_ft.extensions.check.disk import DiskTrial
+from llama_ft.extensions.check.machine import RankFacts
+from llama_ft.extensions.check.network import Link
+from llama_ft.extensions.check.store import StoreTrial
 
 LEAST_FREE = 0.9  # share of a GPU's memory: a desktop takes a few percent, another process more
 LEAST_RATE = 0.8  # of the median: GPUs of one type differ by a few percent

@@ -8,10 +8,10 @@ import pytest
 from conftest import REPOSITORY
 from forked import forked
 
-from llama_ft.check.disk import DiskTrial
-from llama_ft.check.machine import RankFacts
-from llama_ft.check.network import Link
-from llama_ft.check.result import CheckResult
+from llama_ft.extensions.check.disk import DiskTrial
+from llama_ft.extensions.check.machine import RankFacts
+from llama_ft.extensions.check.network import Link
+from llama_ft.extensions.check.result import CheckResult
 
 CHECK = REPOSITORY / "recipes" / "check.py"
 NETWORK_JOB = Path(__file__).with_name("network_job.py")
