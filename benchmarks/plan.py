@@ -49,8 +49,9 @@ from transformers import (  # noqa: E402
 )
 
 from llama_ft.config import load  # noqa: E402
+from llama_ft.extensions.images.planned_images import PlannedImages  # noqa: E402
 from llama_ft.plan import predict as planner  # noqa: E402
-from llama_ft.plan.types import Peak, Plan, PlannedImages, PlanRequest  # noqa: E402
+from llama_ft.plan.types import Peak, Plan, PlanRequest  # noqa: E402
 
 METHODS = {
     "full": [],
@@ -342,7 +343,7 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
             case.ranks,
             case.ranks,
             "cuda" if device == "cuda" else "cpu",
-            images=PlannedImages(2, IMAGE_TOKENS) if case.method in IMAGES else None,
+            media=PlannedImages(2, IMAGE_TOKENS) if case.method in IMAGES else None,
         )
         plans[case] = planner.predict(request, finetuning.RECIPE)
     return plans

@@ -98,14 +98,14 @@ def evaluate(
     )
     samples = list[data.TokenizedData]()
 
-    def prepare(request: models.ModelRequest, with_tokenizer: Any, _: Any) -> data.Images | None:
+    def prepare(request: models.ModelRequest, with_tokenizer: Any, _: Any) -> data.Media | None:
         if names_score(request.model_config):
             return None  # see below
         samples.append(prepare_samples(request, with_tokenizer, asked, what, ranks))
-        return samples[0].images
+        return samples[0].media
 
-    takes_images = prepare if what.samples else None
-    open_with = partial(open_model, ranks=ranks, build_model=build_model, takes_images=takes_images)
+    open_media = prepare if what.samples else None
+    open_with = partial(open_model, ranks=ranks, build_model=build_model, open_media=open_media)
     if tokenizer is None:
         name, opened = asked.place, open_with(asked.place, flags)
     else:

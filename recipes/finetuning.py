@@ -75,7 +75,7 @@ def main(**flags: str) -> None:
             # chunked loss.
             first = inputs.batches.first_samples()
             dtype = runtime.PRECISIONS[config.train.precision].compute
-            training.check_packing(built, first, pack_length, dtype, ranks, dataset.images)
+            training.check_packing(built, first, pack_length, dtype, ranks, dataset.media)
 
         with open_run(setup, inputs, built, parts) as run:
             if first_pass:

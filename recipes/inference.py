@@ -31,15 +31,15 @@ from finetuning import build_model  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.data import AS_TEXT  # noqa: E402
-from llama_ft.data.images.image_prompts import user_message  # noqa: E402
+from llama_ft.data.read.media import user_message  # noqa: E402
 from llama_ft.inference.generate import Answerer, Messages  # noqa: E402
-from llama_ft.inference.load import TakesImages, open_model, read_images  # noqa: E402
+from llama_ft.inference.load import OpenMedia, open_media, open_model  # noqa: E402
 from llama_ft.inference.prompts import (  # noqa: E402
     answer_prompts,
     converse,
     one_prompt,
     print_part,
-    prompts_have_images,
+    prompts_have_media,
     read_prompts,
     score_prompts,
 )
@@ -71,15 +71,13 @@ def main(options: InferenceFlags) -> None:
             "" if prompts or is_chat else ranks.broadcast_from_rank0(lambda: one_prompt(options))
         )
         asked: str | Messages = prompt
-        images = [os.path.abspath(os.path.expanduser(file)) for file in options.image]
-        if images and not is_chat:
-            asked = [user_message(prompt, images)]
-        takes_images: TakesImages | None = None
-        if images or prompts_have_images(prompts):
-            takes_images = partial(read_images, max_pixels=options.max_pixels)
-        opened = open_model(
-            options.paths[0], options, ranks, build_model, takes_images=takes_images
-        )
+        files = [os.path.abspath(os.path.expanduser(file)) for file in options.image]
+        if files and not is_chat:
+            asked = [user_message(prompt, files)]
+        media: OpenMedia | None = None
+        if files or prompts_have_media(prompts):
+            media = partial(open_media, max_pixels=options.max_pixels)
+        opened = open_model(options.paths[0], options, ranks, build_model, open_media=media)
         if ranks.world_size == 1:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader of stdout may close it early
         log.info(opened.about)
@@ -90,7 +88,7 @@ def main(options: InferenceFlags) -> None:
             log.info(f"prompts: {AS_TEXT} (--prompt_format chat uses it)")
         log.info(", ".join(f"{name} {value:g}" for name, value in answerer.sampling.items()))
         if is_chat:
-            converse(answerer, ranks, images)
+            converse(answerer, ranks, files)
         elif (
             truncated := answer_prompts(prompts, answerer, options, ranks)
             if prompts

@@ -27,9 +27,10 @@ import torch  # noqa: E402
 from finetuning import RECIPE  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
+from llama_ft.data.media import media_reader  # noqa: E402
 from llama_ft.plan.free_memory import free_bytes  # noqa: E402
 from llama_ft.plan.preflight import resolve_checkpointing  # noqa: E402
-from llama_ft.plan.types import PlannedImages, PlanRequest, describe  # noqa: E402
+from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
 with exit_on_error():  # an import fails if torch has changed
@@ -46,8 +47,8 @@ def main(config: Config, options: PlanFlags) -> int:
         config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda"
     )
     if options.images:
-        images = PlannedImages(options.images, options.image_tokens)
-        request = dataclasses.replace(request, images=images)
+        media = media_reader().planned(options.images, options.image_tokens)
+        request = dataclasses.replace(request, media=media)
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
     report = partial(print, file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-NAMES = ("kubeflow", "check", "report")  # in the order of their parts in a run
+NAMES = ("kubeflow", "check", "images", "report")  # in the order of their parts in a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,8 @@ class Extension:
         needs_part: tells from the `Config` whether the run has this part.
         at_end: `module:function` of a run's directory. It is called when the run has ended in any
             way, also after an error, on the disk that has the log. It must not raise.
+        media: `module:Class` of a `MediaReader` (data/media.py), which reads what samples hold in
+            addition to text. One extension has it.
         tools: tool of recipes/, such as check -> its flags and what they do.
         verbs: `llama-ft VERB` -> its recipe.
     """
@@ -35,6 +37,7 @@ class Extension:
     part: str | None = None
     needs_part: Callable[[Any], bool] = lambda config: True
     at_end: str | None = None
+    media: str | None = None
     tools: Mapping[str, "ToolFlags"] = field(default_factory=dict)
     verbs: Mapping[str, "Verb"] = field(default_factory=dict)
 
@@ -103,6 +106,12 @@ def functions_at_end() -> list[Callable[[Path], None]]:
 def verbs() -> dict[str, Verb]:
     """Return the verbs of `llama-ft` that extensions bring."""
     return {name: verb for extension in extensions() for name, verb in extension.verbs.items()}
+
+
+def media_reader() -> Any:
+    """Return the class of what reads media."""
+    [name] = [extension.media for extension in extensions() if extension.media is not None]
+    return resolve_name(name)
 
 
 def flags_of(tool: str) -> list[Any]:

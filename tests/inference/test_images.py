@@ -20,7 +20,7 @@ from image_models import (
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answerer
-from llama_ft.inference.load import open_model, read_images
+from llama_ft.inference.load import open_media, open_model
 from llama_ft.inference.prompts import read_prompts
 from llama_ft.runtime import Ranks
 
@@ -63,7 +63,7 @@ def test_answers_in_a_batch_with_and_without_images_are_those_of_transformers(
     data = work / "data" / "chats.jsonl"
     options = InferenceFlags(precision="fp32", temperature=0, max_new_tokens=LONGEST)
     opened = open_model(
-        str(work / family), options, runtime, build_model(), takes_images=partial(read_images)
+        str(work / family), options, runtime, build_model(), open_media=partial(open_media)
     )
     answerer = Answerer(opened, options, runtime)
     prompts = [answerer.tokens(asked) for _, asked in read_prompts(str(data))]
@@ -123,6 +123,4 @@ def test_the_recipe_answers_about_an_image_and_names_errors(work: Path) -> None:
 
 def test_images_for_a_model_of_text_are_an_error(tiny_model: Path, runtime: Ranks) -> None:
     with pytest.raises(UserError, match="the prompt has images, but a llama model takes text only"):
-        open_model(
-            str(tiny_model), InferenceFlags(), runtime, build_model(), takes_images=read_images
-        )
+        open_model(str(tiny_model), InferenceFlags(), runtime, build_model(), open_media=open_media)

@@ -204,7 +204,7 @@ class Counts(Answerer):
 
     def __init__(self, tokenizer: Any, options: InferenceFlags, context: int) -> None:
         self.tokenizer = tokenizer
-        self._images = None
+        self._media = None
         self.asks_text = False
         self._options = options
         self.context = context

@@ -15,8 +15,8 @@ from image_models import save_image_model, write_samples
 from transformers import AutoTokenizer, GenerationConfig
 
 from llama_ft.config import ModelConfig
-from llama_ft.data import load_processor
 from llama_ft.errors import UserError
+from llama_ft.extensions.images.load_processor import load_processor
 from llama_ft.models import build_on_meta, load_model_config, load_tokenizer
 
 CLASSES = (

@@ -38,7 +38,7 @@ def plan(finetuning: ModuleType) -> Callable[..., Any]:
         *flags: str,
         device: str = "cpu",
         quick: bool = False,
-        images: Any = None,
+        media: Any = None,
     ) -> Any:
         from llama_ft.config import load
         from llama_ft.plan.predict import predict
@@ -46,7 +46,7 @@ def plan(finetuning: ModuleType) -> Callable[..., Any]:
 
         config, _ = load(["--model_name", str(folder), "--dataset", "demo", *flags], paths=False)
         ranks_of_a_node = min(8, world_size)
-        request = PlanRequest(config, folder, world_size, ranks_of_a_node, device, images=images)  # type: ignore[arg-type]
+        request = PlanRequest(config, folder, world_size, ranks_of_a_node, device, media=media)  # type: ignore[arg-type]
         return predict(request, finetuning.RECIPE, quick)
 
     return planned

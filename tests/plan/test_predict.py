@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llama_ft.plan.types import PlannedImages
+from llama_ft.extensions.images.planned_images import PlannedImages
 
 VOCABULARY = 1000
 HIDDEN = 64
@@ -130,7 +130,7 @@ def test_a_frozen_tower_keeps_no_activations_and_a_trained_one_keeps_them(
     flags = (*FLAGS, "--precision", "fp32", "--batching_strategy", "padding")
 
     def activations(images: int, *more: str) -> int:
-        planned = plan(model, 1, *flags, *more, images=PlannedImages(images))
+        planned = plan(model, 1, *flags, *more, media=PlannedImages(images))
         return held(planned, "backward")["activations"]
 
     # the largest image is 12,544 pixels: 64 patches of 14 x 14, which become 16 tokens
@@ -145,7 +145,7 @@ def test_a_frozen_tower_keeps_no_activations_and_a_trained_one_keeps_them(
 
 def test_a_quick_plan_leaves_out_layers_of_the_text_part_only(plan: Plan, tmp_path: Path) -> None:
     model = save_image_model(tmp_path / "model", "Qwen3-VL", num_hidden_layers=6)
-    asked = {"images": PlannedImages(1), "device": "cuda"}
+    asked = {"media": PlannedImages(1), "device": "cuda"}
     whole = plan(model, 1, *FLAGS, **asked)
     quick = plan(model, 1, *FLAGS, **asked, quick=True)
     assert quick.is_quick and not whole.is_quick
@@ -519,4 +519,4 @@ def test_images_of_a_model_that_takes_text_are_an_error(plan: Plan, tmp_path: Pa
     with pytest.raises(
         UserError, match="LlamaForCausalLM takes no images. Choose a model that does."
     ):
-        plan(write_llama(tmp_path / "model"), 1, *FLAGS, images=PlannedImages(1))
+        plan(write_llama(tmp_path / "model"), 1, *FLAGS, media=PlannedImages(1))

@@ -14,8 +14,8 @@ import pytest
 from model_shapes import write_llama
 
 from llama_ft.config import Config, DataConfig
-from llama_ft.plan.preflight import planned_images
-from llama_ft.plan.types import PlannedImages
+from llama_ft.extensions.images.planned_images import PlannedImages
+from llama_ft.plan.preflight import planned_media
 from llama_ft.runtime import Target
 
 Plan = Callable[..., Any]
@@ -60,7 +60,7 @@ def report_plan(
     planner = start._process
     report = BuildReport(train=SplitStatistics(samples=4, target_tokens=100))
     rows = SimpleNamespace(
-        longest_example=None, target_share=1.0, validations={"": []}, images=None, report=report
+        longest_example=None, target_share=1.0, validations={"": []}, media=None, report=report
     )
     steps = SimpleNamespace(size=None)
     cpu = torch.device("cpu")
@@ -88,11 +88,11 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_run_plans_the_images_of_its_data(batching: str, expected: PlannedImages) -> None:
-    counts = SimpleNamespace(images=40, image_tokens=3990, longest_images=290, tokens=10_000)
+    counts = SimpleNamespace(media=40, media_tokens=3990, longest_media=290, tokens=10_000)
     report = SimpleNamespace(train=counts)
-    rows: Any = SimpleNamespace(images=object(), report=report)
+    rows: Any = SimpleNamespace(media=SimpleNamespace(planned=PlannedImages.of), report=report)
     config = Config(data=DataConfig(batching_strategy=batching))  # type: ignore[arg-type]
-    assert planned_images(config, rows) == expected
+    assert planned_media(config, rows) == expected
 
 
 @pytest.mark.parametrize(("free_mib", "expected"), [(53, 0.1), (7, 0.755)])

@@ -16,11 +16,17 @@ from llama_ft.config.home import expanded
 from llama_ft.config.objectives import DEFAULT_OBJECTIVE, UNPAIRED, objectives_text
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.chat.chat_template import ensure_chat_template, missing_end
-from llama_ft.data.images.image_parts import ImageStore
-from llama_ft.data.images.processor import Images, open_images
+from llama_ft.data.media import Media
 from llama_ft.data.read.formats import TokenizedSample
+from llama_ft.data.read.media import have_media
 from llama_ft.data.read.reshape import look_at_formats, reshaped
-from llama_ft.data.read.sources import Source, Split, brings_validation, open_source
+from llama_ft.data.read.sources import (
+    SAMPLES_LOOKED_AT,
+    Source,
+    Split,
+    brings_validation,
+    open_source,
+)
 from llama_ft.data.tokenize.cached import HASHES, HELD_OUT, Tokenization, tokenized
 from llama_ft.data.tokenize.encoder import (
     Encoder,
@@ -57,7 +63,7 @@ class TokenizedData:
     report: BuildReport  # all counts
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
     bad_samples: Path | None = None  # a line of JSON per skipped bad sample
-    images: Images | None = None  # makes pixels for batches; None: no sample has an image
+    media: Media | None = None  # makes tensors for batches; None: all samples are text
     prompt_format: PromptFormat = "chat"  # of the training samples
     warnings: tuple[str, ...] = ()  # about the data, for the log and the report
     # why the validation loss is too low, for all places that show it
@@ -127,11 +133,11 @@ class DataRequest:
             may be added.
         use: purpose of `--dataset`, which is returned as `train`: validation selects its
             validation split.
-        images: reads the images; None: the samples decide whether `load_processor` is called.
+        media: reads what is not text; None: the samples decide whether `load_media` is called.
         examples: makes the examples of a sample, `Objective.examples`.
-        load_processor: returns the model's processor, called if samples have images; None: the model
-            or this use of it takes no images.
-        no_images: why it is None, for messages.
+        load_media: the first arguments of `media.load_media` are bound; called if samples have media.
+            None: the model or this use of it takes text only.
+        no_media: why it is None, for messages.
         stop_ids: the model's tokens that end generation.
         evaluates: nothing is trained, so training samples are not reported if there is a validation
             set.
@@ -142,10 +148,10 @@ class DataRequest:
     vocabulary_size: int | None = None
     add_tokens: bool = False
     use: Split = "train"
-    images: Images | None = None
+    media: Media | None = None
     examples: ExamplesOf = one_example
-    load_processor: Callable[[], Any] | None = None
-    no_images: str = "only text is trained on"
+    load_media: Callable[[DataConfig, Path], Media] | None = None
+    no_media: str = "only text is trained on"
     stop_ids: Sequence[int] = ()
     evaluates: bool = False
 
@@ -176,7 +182,7 @@ def prepare(
     """
     opened = _open_sources(config, tokenizer, request, cache)
     source = opened.training
-    encoder, images, made = _make_encoder(opened, config, tokenizer, request, cache)
+    encoder, made = _make_encoder(opened, config, tokenizer, request, cache)
     tokenization = _tokenization(opened, encoder, config, request)
     report, folder = tokenized(tokenization, cache, verify_cache)
     if request.use == "train" and request.examples is unpaired_examples and not config.streaming:
@@ -188,8 +194,8 @@ def prepare(
         report = replace(report, validation=None)
     for split in filter(None, (report.train, report.validation)):
         check_ids(split.largest_id, source.name, tokenizer, request.vocabulary_size)
-    # All sets have images, or none, so that their tables have the same columns.
-    of_named = replace(request, images=images)
+    # All sets have media, or none, so that their tables have the same columns.
+    of_named = replace(request, media=encoder.media)
     named = _prepare_named(config, tokenizer, of_named, cache, verify_cache)
     report = _with_chat(report, named)
     leaks = _leaks(report, folder, named, opened.is_trained_on, config.streaming)
@@ -211,7 +217,7 @@ def prepare(
         named=named,
         hashes=None if config.streaming else folder / HASHES.format("train"),
         untokenized=(source, encoder),
-        images=images,
+        media=encoder.media,
         prompt_format=made.prompt_format,
     )
 
@@ -389,23 +395,25 @@ def _make_encoder(
     tokenizer: PreTrainedTokenizerBase,
     request: DataRequest,
     cache: Path,
-) -> tuple[Encoder, Images | None, _Found]:
+) -> tuple[Encoder, _Found]:
     """Look at the first samples, and return what makes tokens of all. Sets the tokenizer's chat
     template if there are chats.
 
     Returns:
-        The encoder; the model's reader of images, None if no sample has one; and what the samples say.
+        The encoder, and what the samples say.
     """
     source = opened.training
     sources = [source] if opened.validation is None else [source, opened.validation]
-    no_images = request.no_images
-    images = None
-    if request.images is not None:
-        images = request.images.with_store(ImageStore(cache, is_full=config.streaming))
-    elif request.load_processor is not None:
-        sources += opened.named
-        images, no_images = open_images(sources, config, tokenizer, request.load_processor, cache)
-    look = partial(look_at_formats, wanted=config.dataset_format, with_images=images is not None)
+    no_media = request.no_media
+    media = None
+    if request.media is not None:
+        media = request.media.in_cache(cache, is_full=config.streaming)
+    elif request.load_media is not None:
+        parts = [part for one in (*sources, *opened.named) for part in one.parts or (one,)]
+        if any(have_media(part.first_samples) for part in parts):
+            media = request.load_media(config, cache)
+        no_media = f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
+    look = partial(look_at_formats, wanted=config.dataset_format, with_media=media is not None)
     trained, summary = look(source)
     kinds = trained
     if opened.validation is not None:
@@ -421,18 +429,18 @@ def _make_encoder(
             summary.insert(0, note)
         if warning := missing_end(tokenizer, request.stop_ids):
             warnings.append(warning)
-    if images is not None:
-        images.check()
+    if media is not None:
+        media.check()
     encoder = Encoder(
         tokenizer,
         request.context_length,
         config.truncation,
         config.labels,
         config.reasoning_content,
-        images,
-        no_images,
-        takes_images=request.load_processor is not None,
+        media,
+        no_media,
+        takes_media=request.load_media is not None,
         stop_ids=request.stop_ids,
     )
     is_text = tuple in trained and trained.isdisjoint((list, TokenizedSample))
-    return encoder, images, _Found("text" if is_text else "chat", summary, warnings)
+    return encoder, _Found("text" if is_text else "chat", summary, warnings)

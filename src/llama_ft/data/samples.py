@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # most tokens shown per sample
 SAMPLE_TOKENS = 2000
 BATCH_TOKENS = 300
-REPEATED = re.compile(r"(<[^<>\s]{2,40}>)\1{3,}")  # special tokens, such as those of an image
+REPEATED = re.compile(r"(<[^<>\s]{2,40}>)\1{3,}")  # special tokens, such as those of a picture
 
 
 def show_samples(samples: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
@@ -69,7 +69,7 @@ def marked_text(
 
 def _end_of_shown(input_ids: Sequence[int], added: Set[int], most: int) -> int:
     """Return the number of tokens to show. Equal neighbors count once if they are of those that were
-    `added` to the vocabulary: an image has hundreds of them."""
+    `added` to the vocabulary: a picture has hundreds of them."""
     runs = 0
     previous = None
     for position, token in enumerate(input_ids):

@@ -38,7 +38,7 @@ def prepare_samples(
     ranks: Ranks,
 ) -> data.TokenizedData:
     """Tokenize the samples, or take them from the cache, before the model is built: samples with
-    images need its parts for images. The first rank of a node must call it before the others.
+    images need its towers. The first rank of a node must call it before the others.
 
     Args:
         request: the model.
@@ -52,10 +52,10 @@ def prepare_samples(
     new_tokens = request.new_tokens
     vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
     has_new_tokens = asked.run is not None and asked.run.model.resize_embeddings
-    no_images = models.why_no_images(model_config)
+    no_media = models.why_no_images(model_config)
     objective = training.build_objective(Config())  # the default: the loss of each token
     trust = request.config.model.trust_remote_code
-    load_processor = partial(data.load_processor, request.folder, model_config, tokenizer, trust)
+    load_media = partial(data.load_media, request.folder, model_config, tokenizer, trust)
     return data.prepare(
         config,
         tokenizer,
@@ -67,8 +67,8 @@ def prepare_samples(
             add_tokens=has_new_tokens,
             use=what.split or "train",
             examples=objective.examples,
-            load_processor=None if no_images else load_processor,
-            no_images=no_images,
+            load_media=None if no_media else load_media,
+            no_media=no_media,
             stop_ids=models.stop_ids(request.folder, model_config),
         ),
         cache=data.cache_dir(),
@@ -111,24 +111,24 @@ def measure_loss(
     if is_packed:
         built.mixers = models.use_packed_attention(built)
         first = next(iter(sets.values()))
-        training.check_packing(built, first, context_length, model.dtype, ranks, tokenized.images)
+        training.check_packing(built, first, context_length, model.dtype, ranks, tokenized.media)
     layout = data.BatchLayout(
         data_size=ranks.data.size,
         data_rank=ranks.data.rank,
         micro_batch=config.train.val_batch_size,
         pack_length=context_length if is_packed else None,
         pad_token_id=data.pad_token_id(opened.tokenizer, vocabulary),
-        images=tokenized.images,
+        media=tokenized.media,
     )
     objective = training.build_objective(Config())
     max_batches = config.train.max_eval_step
     # before the loss: a wrong function ends the program early
-    answers = training.AnswerScores(config.train, sets, opened.tokenizer, tokenized.images)
+    answers = training.AnswerScores(config.train, sets, opened.tokenizer)
     sums = {
         name: training.loss_sums(built, objective, samples, layout, max_batches, ranks)
         for name, samples in sets.items()
     }
-    scores = answers.score(model, layout.pad_token_id, ranks)
+    scores = answers.score(model, layout, ranks)
     # packed attention works only for packed sequences; run_tasks gives padded batches
     model.config._attn_implementation = attention
     model.eval()

@@ -23,7 +23,7 @@ from llama_ft.inference.load import LoadedModel
 from llama_ft.models import image_features_in_root, vocabulary_size
 from llama_ft.runtime import Ranks
 from llama_ft.training import free_unsharded
-from llama_ft.training.image_inputs import prompt_arguments
+from llama_ft.training.evaluation import prompt_arguments
 
 # defaults of Transformers
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
@@ -83,7 +83,7 @@ class Answerer:
     def __init__(self, opened: LoadedModel, options: InferenceFlags, ranks: Ranks) -> None:
         self.model = opened.model
         self.tokenizer = opened.tokenizer
-        self._images = opened.images
+        self._media = opened.media
         form = opened.prompt_format if options.prompt_format == "auto" else options.prompt_format
         # Whether prompts of text are asked without the chat template, if there is one.
         self.asks_text = form == "text" and bool(self.tokenizer.chat_template)
@@ -117,8 +117,8 @@ class Answerer:
         prompt: Messages | str,
         tools: Messages | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt with `tools`, of one with images as an `ImagePrompt`.
-        Raises UserError if the chat template rejects it, an image cannot be read, or a token is
+        """Return the token ids of a prompt with `tools`, of one with media as a `MediaPrompt`.
+        Raises UserError if the chat template rejects it, a file cannot be read, or a token is
         outside the model's vocabulary."""
         ids = self._encode(prompt, tools)
         check_ids(max(ids, default=0), "the prompt", self.tokenizer, self.vocabulary)
@@ -138,7 +138,7 @@ class Answerer:
             messages = [{"role": "system", "content": system}, *messages]
         try:
             # Training renders every sample with one fixed date. An answer uses today's date.
-            return chat_prompt(self.tokenizer, messages, tools, self._images, is_today=True)
+            return chat_prompt(self.tokenizer, messages, tools, self._media, is_today=True)
         except BadSample as error:
             raise UserError(str(error)) from error
 
@@ -165,7 +165,7 @@ class Answerer:
             show: called with each new part of the answer's text; for a single prompt.
         """
         is_sharded = self._options.enable_fsdp and self._ranks.shard.size > 1
-        arguments = prompt_arguments(self.model, prompts, self._images, self._ranks.device)
+        arguments = prompt_arguments(self.model, prompts, self._media, self._ranks.device)
         width = arguments["input_ids"].shape[1]
         shown = 0
 

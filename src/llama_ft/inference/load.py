@@ -24,7 +24,8 @@ from llama_ft.config import (
 )
 from llama_ft.config.home import expanded
 from llama_ft.config.paths import PROMPT_FORMAT, TOKENIZER_FILES, recorded_prompt_format
-from llama_ft.data.images.image_parts import ImageStore
+from llama_ft.data.media import Media
+from llama_ft.data.read.media import KIND
 from llama_ft.data.tokenize.prompt_tokens import PromptFormat
 from llama_ft.errors import UserError, reason
 from llama_ft.export import Exporter, find_valid, tokens_added, understood_adapter
@@ -46,13 +47,13 @@ REMOTE_MODES = (
 class LoadedModel(NamedTuple):
     """A loaded model: in eval mode on the job's device, with its adapter, sharded if enable_fsdp;
     the tokenizer with the chat template of the fine-tuning; a line that says what was loaded;
-    the model's processor, if it was loaded with its parts for images; the form of prompts in the
+    what reads media, if it was loaded with its towers; the form of prompts in the
     fine-tuning; and the tokens that end generation."""
 
     built: models.BuiltModel
     tokenizer: PreTrainedTokenizerBase
     about: str
-    images: data.Images | None = None
+    media: Media | None = None
     prompt_format: PromptFormat = "chat"
     stop_ids: Sequence[int] = ()
 
@@ -61,9 +62,7 @@ class LoadedModel(NamedTuple):
         return self.built.model
 
 
-TakesImages = Callable[
-    [models.ModelRequest, PreTrainedTokenizerBase, Config | None], data.Images | None
-]
+OpenMedia = Callable[[models.ModelRequest, PreTrainedTokenizerBase, Config | None], Media | None]
 
 
 class FineTuned(NamedTuple):
@@ -102,7 +101,7 @@ def open_model(
     ranks: Ranks,
     build_model: models.BuildModel,
     base_of: FineTuned | None = None,
-    takes_images: TakesImages | None = None,
+    open_media: OpenMedia | None = None,
 ) -> LoadedModel:
     """Load what `place` names. All ranks must call it.
 
@@ -113,8 +112,8 @@ def open_model(
         ranks: the ranks; its mesh shards if flags.enable_fsdp.
         build_model: the recipe's function.
         base_of: `place` is the base model of this model: load it in the state before the first step.
-        takes_images: returns what reads images, such as `read_images`. If there is none, the parts
-            for images are not loaded.
+        open_media: returns what reads media, such as the function `open_media`. If there is none,
+            towers are not loaded.
 
     Raises:
         UserError: there is nothing to load, the parts do not fit, or the kind of model is not
@@ -135,8 +134,8 @@ def open_model(
     with ranks.local_main_process_first():
         found = _find(place, flags, ranks, build_model, base_of)
         request = _request(found, flags, PRECISIONS[chosen].compute)
-        images = takes_images and takes_images(request, found.tokenizer, found.run)
-    request = replace(request, with_images=images is not None)
+        media = open_media and open_media(request, found.tokenizer, found.run)
+    request = replace(request, with_images=media is not None)
     built = build_model(request, ranks, NULL_MONITOR)
     model = built.model
     # Without an adapter, build_model has loaded the trained weights in place of the base's.
@@ -152,7 +151,7 @@ def open_model(
     about = ", ".join(fact for fact in facts if fact)
     model.eval()
     stop_ids = models.stop_ids(found.base, request.model_config)
-    return LoadedModel(built, found.tokenizer, about, images, found.prompt_format, stop_ids)
+    return LoadedModel(built, found.tokenizer, about, media, found.prompt_format, stop_ids)
 
 
 def _set_special_tokens(built: models.BuiltModel, found: _Found) -> None:
@@ -187,14 +186,14 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     return config
 
 
-def read_images(
+def open_media(
     request: models.ModelRequest,
     tokenizer: PreTrainedTokenizerBase,
     run: Config | None,
     max_pixels: int | None = None,
-) -> data.Images:
-    """Load the processor of a model that is asked about images. The processor's chat template is the
-    tokenizer's, if the tokenizer has none.
+) -> Media:
+    """Load what reads the media of prompts. The tokenizer gets the processor's chat template, if it
+    has none.
 
     Args:
         request: the model.
@@ -203,21 +202,23 @@ def read_images(
         max_pixels: of an image; None: as in the run.
 
     Raises:
-        UserError: the model takes no images, or its processor cannot be used.
+        UserError: the model takes text only, or its processor cannot be used.
     """
     problem = models.why_no_images(request.model_config)
     if problem:
-        raise UserError(f"{request.folder}: the prompt has images, but {problem}.")
+        raise UserError(f"{request.folder}: the prompt has {KIND}, but {problem}.")
     if max_pixels is None and run is not None:
         max_pixels = run.data.max_pixels
-    processor = data.load_processor(
-        request.folder, request.model_config, tokenizer, request.config.model.trust_remote_code
+    media = data.load_media(
+        request.folder,
+        request.model_config,
+        tokenizer,
+        request.config.model.trust_remote_code,
+        DataConfig(max_pixels=max_pixels),
+        data.cache_dir(),
     )
-    images = data.Images(processor, ImageStore(data.cache_dir()), max_pixels)
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = images.chat_template
-    images.check()
-    return images
+    media.check()
+    return media
 
 
 def _find(

@@ -16,15 +16,7 @@ from llama_ft.config.home import expanded
 from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import Encoder, cache_dir, one_example, two_examples
 from llama_ft.data.chat.loss_mask import ChatDiffers
-from llama_ft.data.images.image_parts import (
-    MARK,
-    ImageStore,
-    have_images,
-    image_paths,
-    located,
-    with_image_parts,
-)
-from llama_ft.data.images.image_prompts import user_message
+from llama_ft.data.media import media_reader
 from llama_ft.data.read.files import samples_of_file
 from llama_ft.data.read.formats import (
     PREFERENCE,
@@ -37,6 +29,13 @@ from llama_ft.data.read.formats import (
     preferred,
     prompt_completion,
     tools_of,
+)
+from llama_ft.data.read.media import (
+    have_media,
+    located,
+    media_paths,
+    user_message,
+    with_marked_prompt,
 )
 from llama_ft.data.read.reshape import reshaped
 from llama_ft.data.read.sources import Source
@@ -139,7 +138,7 @@ def read_prompts(
             try:
                 if isinstance(sample, BadSample):
                     raise sample
-                prompts.append((dict(sample), _prompt_of(_with_images(sample, place))))
+                prompts.append((dict(sample), _prompt_of(_with_media(sample, place))))
             except BadSample as error:
                 bad.append((place, str(in_own_names(error, sample))))
         refuse_or_skip(bad, skip_bad_rows)
@@ -148,25 +147,18 @@ def read_prompts(
     return prompts
 
 
-def _with_images(sample: Sample, place: str) -> Sample:
-    """Return a sample whose images are parts of its messages."""
-    if not have_images([sample]):
+def _with_media(sample: Sample, place: str) -> Sample:
+    """Return a sample whose media are parts of its messages."""
+    if not have_media([sample]):
         return sample
-    prompt = sample.get("prompt")
-    if isinstance(prompt, str):  # with columns of images: they come first, unless it has marks
-        images = sample.get("images") or sample.get("image")
-        count = len(images) if isinstance(images, list) else 1
-        text = prompt if MARK in prompt else MARK * count + prompt
-        chat = [{"role": "user", "content": text}]
-        sample = {name: value for name, value in sample.items() if name != "prompt"}
-        sample = {**sample, "messages": chat}
+    sample = with_marked_prompt(sample)
     kind = "sharegpt" if "conversations" in sample else "messages"
-    return with_image_parts(located(sample, place), kind, ImageStore(cache_dir()))
+    return media_reader().with_parts(located(sample, place), kind, cache_dir())
 
 
-def prompts_have_images(prompts: Prompts) -> bool:
-    """Return whether a prompt of `read_prompts` has an image."""
-    return any(image_paths(asked) for _, asked in prompts if not isinstance(asked, str))
+def prompts_have_media(prompts: Prompts) -> bool:
+    """Return whether a prompt of `read_prompts` is more than text."""
+    return any(media_paths(asked) for _, asked in prompts if not isinstance(asked, str))
 
 
 def _prompt_of(sample: Sample) -> Messages | str:
@@ -351,9 +343,9 @@ def output_of(options: InferenceFlags, ranks: Ranks) -> AbstractContextManager[I
     return open(file, "x", encoding="utf-8", errors="replace")
 
 
-def converse(answerer: Answerer, ranks: Ranks, images: Sequence[str] = ()) -> None:
+def converse(answerer: Answerer, ranks: Ranks, files: Sequence[str] = ()) -> None:
     """Answer messages until the input of rank 0 ends. All ranks generate together. The first message,
-    and the first one after /reset, has the `images`. A model that is asked with text gets each message
+    and the first one after /reset, has the `files`. A model that is asked with text gets each message
     alone."""
     if not answerer.tokenizer.chat_template:
         raise UserError(
@@ -377,9 +369,9 @@ def converse(answerer: Answerer, ranks: Ranks, images: Sequence[str] = ()) -> No
                 log.info(HELP)
             elif message.strip():
                 asked: dict[str, Any] = {"role": "user", "content": message}
-                if images and not messages:
-                    asked = user_message(message, images)
-                if answerer.asks_text and not images:
+                if files and not messages:
+                    asked = user_message(message, files)
+                if answerer.asks_text and not files:
                     _print_answer(message, answerer, ranks)
                     continue
                 chat = [*messages, asked]

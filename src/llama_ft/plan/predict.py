@@ -16,17 +16,18 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import checkpoint, models, training
 from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch, StepBatches
+from llama_ft.data.batches.prefetch import STEPS_AHEAD
+from llama_ft.data.media import media_reader
 from llama_ft.export import save_dtype
 from llama_ft.models.base.attention_kernels import AMPERE, T4
 from llama_ft.models.base.shards import local_shard
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, loader_of_headers, read_headers
-from llama_ft.plan.fake.images import fake_pixels, plan_example
 from llama_ft.plan.fake.patches import planned_models
 from llama_ft.plan.fake.tracker import Tracker, states_of
 from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
-from llama_ft.plan.types import Peak, Plan, PlanRequest, Recipe
+from llama_ft.plan.types import Peak, Plan, PlannedMedia, PlanRequest, Recipe
 from llama_ft.runtime import Ranks, Target, computing_on, log_off
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 from llama_ft.training.objectives.first_pass import FirstPass
@@ -55,6 +56,7 @@ def predict(request: PlanRequest, recipe: Recipe, quick: bool = False) -> Plan:
     Raises:
         UserError: the run itself would raise it, too.
     """
+    request = dataclasses.replace(request, media=_media_of(request))
     with log_off():  # the run itself logs these messages
         model_config = models.load_model_config(
             request.folder, request.config.model.trust_remote_code
@@ -73,9 +75,12 @@ def predict(request: PlanRequest, recipe: Recipe, quick: bool = False) -> Plan:
         return plan
 
 
-def _has_images(request: PlanRequest) -> bool:
-    """Return whether the parts for images are built."""
-    return request.images is not None or models.trains_images(request.config.model)
+def _media_of(request: PlanRequest) -> PlannedMedia | None:
+    """Return what examples have in addition to text; at least some if towers are trained."""
+    if request.media is None and models.trains_images(request.config.model):
+        planned: PlannedMedia = media_reader().planned()
+        return planned
+    return request.media
 
 
 def _plan_quickly(
@@ -162,7 +167,7 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
     config = _plannable(request.config)
     new_tokens = request.new_tokens
     model_config, headers = read_headers(
-        request.folder, config.model, layers, with_images=_has_images(request)
+        request.folder, config.model, layers, with_images=request.media is not None
     )
     tracker = Tracker(request.device)
     together = recipe.build_objective(config).examples_per_sample
@@ -176,15 +181,15 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
             request.folder,
             model_config,
             new_tokens,
-            with_images=_has_images(request),
+            with_images=request.media is not None,
             open_loader=loader_of_headers(headers),
         )
         built = recipe.build_model(asked, ranks, tracker)
         model = built.model
         tracker.watch(built)
-        waiting = fake_pixels(batch, config, request.device)
+        waiting = _without_values(batch, config, request.device)
         if validation is not None:
-            fake_pixels(validation, config, "cuda")
+            _without_values(validation, config, "cuda")
         step_flops = _step_flops(config, model, batch, request.target_share)
         objective = recipe.build_objective(config)
         if first_pass := objective.first_pass(config):
@@ -245,8 +250,9 @@ def _largest_batches(
     if request.size is not None:
         samples = min(samples, max(1, -(-request.size // request.data_size)))
     batch = _full_batch(request, samples * together, context_length)
-    example = plan_example(request, model_config, batch.example_lengths[0])
-    if example is not None:
+    example = None
+    if request.media is not None:
+        example = request.media.example(request, model_config, batch.example_lengths[0])
         batch = example.batch(batch)
     if not (config.train.run_validation and request.has_validation):
         return batch, None
@@ -254,6 +260,15 @@ def _largest_batches(
     if example is not None:
         validation = example.batch(validation)
     return batch, validation
+
+
+def _without_values(batch: Batch, config: Config, device: str) -> list[torch.Tensor]:
+    """Replace tensors of media in a micro-batch by ones without storage, which count as memory. Return
+    those of further micro-batches that wait in host memory, if that is the device's."""
+    if batch.media is None:
+        return []
+    steps = STEPS_AHEAD + 1 if device == "cpu" else 0
+    return batch.media.without_values(steps * config.train.gradient_accumulation_steps)
 
 
 def _step_of(batch: Batch, config: Config) -> StepBatches:

@@ -25,7 +25,7 @@ from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
 from llama_ft.models import NewTokens
 from llama_ft.plan.free_memory import free_bytes, free_text
-from llama_ft.plan.types import Plan, PlannedImages, PlanRequest, Recipe
+from llama_ft.plan.types import Plan, PlannedMedia, PlanRequest, Recipe
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
 
@@ -96,7 +96,7 @@ class Preflight:
                 size=steps.size,
                 has_validation=bool(dataset.validations),
                 samples=(train.samples, train.target_tokens),
-                images=planned_images(config, dataset),
+                media=planned_media(config, dataset),
             )
             with suppress(OSError):
                 self._pipe.send((request, self._free))
@@ -163,18 +163,13 @@ class Preflight:
         return f"it took over {seconds:.0f} s. recipes/plan.py has no limit"
 
 
-def planned_images(config: Config, dataset: TokenizedData) -> PlannedImages | None:
-    """Return the images to plan: of a packed sequence as many as in the mean, but at least
-    those of the sample with the most; of a padded sample those of that sample."""
-    if dataset.images is None:
+def planned_media(config: Config, dataset: TokenizedData) -> PlannedMedia | None:
+    """Return what to plan in addition to text."""
+    if dataset.media is None:
         return None
-    train = dataset.report.train
-    if not train.images:  # streamed samples are not counted
-        return PlannedImages()
-    tokens = -(-train.image_tokens // train.images)
-    count = -(-train.longest_images // tokens)
     is_packed = config.data.batching_strategy == "packing"
-    return PlannedImages(count, tokens, train.images / train.tokens if is_packed else 0.0)
+    planned: PlannedMedia = dataset.media.planned(dataset.report.train, is_packed)
+    return planned
 
 
 def _serve(pipe: Connection, recipe: Recipe, parent: int) -> None:

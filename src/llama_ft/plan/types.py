@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+from transformers import PretrainedConfig
 
 from llama_ft.config import Config
 from llama_ft.config.wording.messages import size_text
-from llama_ft.data import StepBatches
+from llama_ft.data import Batch, StepBatches
 from llama_ft.models import BuildModel, BuiltModel, NewTokens
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.runtime import Ranks
@@ -33,13 +34,21 @@ class Recipe:
     ]
 
 
-@dataclass(frozen=True)
-class PlannedImages:
-    """The images of a planned micro-batch."""
+class PlannedExample(Protocol):
+    """What an example of a planned micro-batch begins with."""
 
-    per_example: int = 1  # in each packed sequence, or in each padded sample
-    tokens: int | None = None  # of one; None: of an image of --max_pixels, or of 1 megapixel
-    per_token: float = 0.0  # of a packed sequence, if that is more than `per_example`
+    def batch(self, plain: Batch) -> Batch:
+        """Return a micro-batch in which each example begins with it."""
+
+
+class PlannedMedia(Protocol):
+    """What is not text in a planned micro-batch, from an extension."""
+
+    def example(
+        self, request: "PlanRequest", model_config: PretrainedConfig, length: int
+    ) -> PlannedExample:
+        """Return what examples of `length` tokens begin with. Raises UserError if the model has no
+        processor, or if there is no room."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class PlanRequest:
     has_validation: bool = True
     # examples and loss tokens of the training data, for a teacher's file; None: unknown
     samples: tuple[int, int] | None = None
-    images: PlannedImages | None = None  # None: no sample has an image
+    media: PlannedMedia | None = None  # None: all samples are text
 
     @property
     def data_size(self) -> int:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from llama_ft import data, training
+from llama_ft import training
+from llama_ft.data.media import media_reader
+from llama_ft.data.read.media import PATHS
 from llama_ft.training.evaluation import SamplePrompt, SetScore
 
 if TYPE_CHECKING:
@@ -58,8 +60,7 @@ class Evaluation:
 
     def _score(self, run: TrainingRun, step: int) -> dict[str, SetScore]:
         """Return the scores of each validation set; none without --score."""
-        pad = run.batches.layout.pad_token_id
-        scores = self._scores.score(run.built.model, pad, run.ranks)
+        scores = self._scores.score(run.built.model, run.batches.layout, run.ranks)
         for name, score in scores.items():
             when = f"step {step}, {name}" if name else f"step {step}"
             _keep(run, when, score.samples, "scored")
@@ -80,15 +81,16 @@ class Evaluation:
 
 
 def _keep(run: TrainingRun, when: str, answers: list[dict[str, Any]], kind: str) -> None:
-    """Keep answers for the report, with small pictures of their images. A picture is stored once,
+    """Keep answers for the report, with small pictures. A picture is stored once,
     although each evaluation shows it."""
     kept = []
     pictures = {}
     for answer in answers if run.ranks.is_main else ():
-        urls = map(data.thumbnail, answer.get("images", ())[:PICTURES_SHOWN])
+        paths = answer.get(PATHS, ())[:PICTURES_SHOWN]
+        urls = [media_reader().thumbnail(path) for path in paths]
         named = {xxhash.xxh3_64_hexdigest(url.encode()): url for url in urls if url}
         pictures.update(named)
-        kept.append({**answer, "images": list(named)} if named else answer)
+        kept.append({**answer, PATHS: list(named)} if named else answer)
     if pictures:
         run.facts.add_pictures(pictures)
     run.facts.add_samples(when, kept, kind)

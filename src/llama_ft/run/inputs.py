@@ -90,20 +90,18 @@ def tokenize_samples(
     """Return the samples as tokens and loss masks, from the cache if they are there."""
     vocabulary = models.vocabulary_size(base.config)
     trust = config.model.trust_remote_code
-    load_processor = None
-    no_images = models.why_no_images(base.config, config.preference.objective)
-    if not no_images:
-        load_processor = partial(
-            data.load_processor, base.folder, base.config, base.tokenizer, trust
-        )
+    load_media = None
+    no_media = models.why_no_images(base.config, config.preference.objective)
+    if not no_media:
+        load_media = partial(data.load_media, base.folder, base.config, base.tokenizer, trust)
     request = data.DataRequest(
         context_length=models.resolve_context_length(config.data.context_length, base.config),
         want_validation=config.train.run_validation,
         vocabulary_size=None if config.model.resize_embeddings else vocabulary,
         add_tokens=config.model.resize_embeddings,
         examples=objective.examples,
-        load_processor=load_processor,  # called if samples have images
-        no_images=no_images,
+        load_media=load_media,  # called if samples have media
+        no_media=no_media,
         stop_ids=models.stop_ids(base.folder, base.config),
     )
     return data.prepare(
@@ -133,27 +131,24 @@ def resolve_inputs(
     log.info("\n".join(dataset.summary))
     for warning in (*dataset.warnings, *dataset.leaks):
         log.warning(warning)
-    _check_images(config, dataset)
+    _check_media(config, dataset)
     prompts = _sample_prompts(config, base.tokenizer, vocabulary, dataset)
     if ranks.is_main:
         check_export(base.config, base.tokenizer, base.folder)
     description = _describe_inputs(setup, base, new_tokens, dataset)
     check_same_run(setup.resumed, config, description, setup.origins)
-    scores = training.AnswerScores(
-        config.train, dataset.validations, base.tokenizer, dataset.images
-    )
-
+    scores = training.AnswerScores(config.train, dataset.validations, base.tokenizer)
     objective.prepare_model(base.config, base.tokenizer, vocabulary)
     pad = data.pad_token_id(base.tokenizer, vocabulary)
     context_length = models.resolve_context_length(config.data.context_length, base.config)
-    layout = data.training_layout(config, context_length, pad, ranks, dataset.images)
+    layout = data.training_layout(config, context_length, pad, ranks, dataset.media)
     batches = data.plan_training(config, dataset, layout, setup.global_batch, vocabulary, ranks)
     _check_batches(setup, config, batches, base.tokenizer)
     config = setup.preflight.start(config, base.folder, new_tokens, dataset, batches, ranks)
     return RunInputs(
         config,
         models.ModelRequest(
-            config, base.folder, base.config, new_tokens, with_images=dataset.images is not None
+            config, base.folder, base.config, new_tokens, with_images=dataset.media is not None
         ),
         base.tokenizer,
         dataset,
@@ -176,9 +171,9 @@ def pass_inputs(setup: Setup, inputs: RunInputs) -> training.PassInputs:
     )
 
 
-def _check_images(config: Config, dataset: data.TokenizedData) -> None:
-    if dataset.images is not None:
-        training.check_image_settings(config, dataset.images)
+def _check_media(config: Config, dataset: data.TokenizedData) -> None:
+    if dataset.media is not None:
+        dataset.media.check_settings(config)
     elif config.train.sample_images:
         raise UserError("--sample_images: no sample has images. Leave it out.")
     elif models.trains_images(config.model):
@@ -198,7 +193,7 @@ def _sample_prompts(
     prompts = training.sample_prompts(
         config.train, report.chat_sample, report.chat_tools, dataset.prompt_format
     )
-    training.check_sample_prompts(prompts, tokenizer, vocabulary, dataset.images)
+    training.check_sample_prompts(prompts, tokenizer, vocabulary, dataset.media)
     if tokenizer.chat_template and any(isinstance(one.prompt, str) for one in prompts):
         log.info(f"sample prompts: {data.AS_TEXT}")
     return prompts

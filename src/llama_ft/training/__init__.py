@@ -12,7 +12,6 @@ from llama_ft.training.evaluation import (
     loss_sums,
     sample_prompts,
 )
-from llama_ft.training.image_inputs import check_image_settings
 from llama_ft.training.objectives import build_objective, resolve_format
 from llama_ft.training.objectives.base import (
     LossSum,

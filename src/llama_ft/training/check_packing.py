@@ -4,25 +4,22 @@ other."""
 import inspect
 import math
 import re
-from typing import Any
+from typing import Any, Protocol
 
-import pyarrow.compute
 import torch
 from datasets import Dataset
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.data import Images, collate
+from llama_ft.data import Media, collate
 from llama_ft.errors import UserError, reason
 from llama_ft.models import BuiltModel, packed_arguments, without_graphs
 from llama_ft.models.packing.rope import longrope_lengths
 from llama_ft.models.quantization.layers import QuantizedLinear
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.runtime import Ranks, log
-from llama_ft.training.objectives.base import model_inputs
 
 COMPARED_SAMPLES = 3
-SEARCHED_SAMPLES = 100  # for some with an image
 TOKENS = 16  # per sample: enough to see a difference, and cheap
 # settings of how many tokens a layer sees at a time
 SPAN = re.compile("sliding_window|chunk_size|index_topk")
@@ -43,7 +40,7 @@ def check_packing(
     longest: int,
     dtype: torch.dtype,
     ranks: Ranks,
-    images: Images | None = None,
+    media: Media | None = None,
 ) -> None:
     """Compare the logits of a few packed samples with those of each sample alone by Transformers'
     own attention. If they differ, run more of the model sample by sample. Compare the chunked loss
@@ -55,7 +52,7 @@ def check_packing(
         longest: maximum number of tokens of a sample.
         dtype: the model's compute dtype.
         ranks: the ranks.
-        images: makes pixels; None: no sample has an image.
+        media: makes tensors of what is not text; None: all samples are text.
 
     Raises:
         UserError: logits differ by more than rounding, even if each layer computes sample by
@@ -65,9 +62,9 @@ def check_packing(
     model = built.model
     mixers = built.mixers
     assert mixers is not None
-    compared: _TextSamples | _ImageSamples = _TextSamples(built, samples, longest, device)
-    if images is not None:
-        compared = _ImageSamples(built, samples, images, device)
+    compared: ComparedSamples = _TextSamples(built, samples, longest, device)
+    if media is not None:
+        compared = media.samples_to_compare(built, samples, device)
     positions = _in_sequence(compared.parts, compared.lengths).to(device)
     model.eval()
     for mixer in mixers.with_kernels:
@@ -104,18 +101,32 @@ def check_packing(
     model.train()
 
 
+class ComparedSamples(Protocol):
+    """A few samples, and what the model is called with for them.
+
+    Attributes:
+        lengths: tokens of each sample.
+        parts: what is compared: number of a sample, and some of its positions, int64 [positions].
+    """
+
+    lengths: list[int]
+    parts: list[Part]
+
+    def alone(self, number: int) -> dict[str, Any]:
+        """Return the arguments for one sample."""
+
+    def packed(self) -> dict[str, Any]:
+        """Return the arguments for all samples in one sequence."""
+
+
 class _TextSamples:
-    """The first tokens of a few samples, and what the model is called with for them.
+    """The first tokens of a few samples: `ComparedSamples`.
 
     Args:
         built: the model.
         samples: tokenized samples.
         longest: maximum number of tokens of a sample.
         device: where the model computes.
-
-    Attributes:
-        lengths: tokens of each sample.
-        parts: what is compared: number of a sample, and some of its positions, int64 [positions].
     """
 
     def __init__(
@@ -127,7 +138,7 @@ class _TextSamples:
         self.lengths = [len(part) for part in self._parts]
         self.parts: list[Part] = []
         for number, length in enumerate(self.lengths):
-            self.parts.append((number, _last_positions(length)))
+            self.parts.append((number, last_positions(length)))
 
     def alone(self, number: int) -> dict[str, Any]:
         """Return the arguments for one sample."""
@@ -142,60 +153,8 @@ class _TextSamples:
         return {"input_ids": input_ids, "use_cache": False, **layout}
 
 
-class _ImageSamples:
-    """A few whole samples, some with images. It has the interface of `_TextSamples`."""
-
-    def __init__(
-        self, built: BuiltModel, samples: Dataset, images: Images, device: torch.device
-    ) -> None:
-        self._built = built
-        self._samples = samples
-        self._images = images
-        self._device = device
-        first = samples.with_format("arrow")[: min(SEARCHED_SAMPLES, len(samples))]
-        has_image = first["text"].is_valid().to_pylist()
-        with_image = [number for number, has in enumerate(has_image) if has]
-        others = [number for number, has in enumerate(has_image) if not has]
-        # a text between images, if there is one
-        self._chosen = sorted(
-            [*with_image[:2], *others[: max(1, COMPARED_SAMPLES - len(with_image))]]
-        )
-        self._chosen = self._chosen[:COMPARED_SAMPLES]
-        lengths = pyarrow.compute.list_value_length(first["input_ids"]).to_pylist()
-        self.lengths = [lengths[number] for number in self._chosen]
-        self.parts: list[Part] = []
-        for number, length in enumerate(self.lengths):
-            self.parts.append((number, _last_positions(length)))
-            of_images = self._of_images(number)
-            if len(of_images):
-                self.parts.append((number, of_images))
-
-    def _of_images(self, number: int) -> torch.Tensor:
-        """Return the first positions of a sample's images. In Gemma 3, tokens of an image see later
-        ones of it, and packed attention is causal. The last tokens of the sample hardly show it."""
-        batch = collate(self._samples, [self._chosen[number]], 0, False, self._images)
-        assert batch.images is not None
-        length = self.lengths[number]
-        is_image = torch.zeros(length, dtype=torch.bool)
-        for values in batch.images.per_token.values():
-            is_image |= values[0, :length] != 0
-        return is_image.nonzero().flatten()[:TOKENS]
-
-    def alone(self, number: int) -> dict[str, Any]:
-        """Return the arguments for one sample."""
-        return self._inputs([self._chosen[number]], is_packed=False)
-
-    def packed(self) -> dict[str, Any]:
-        """Return the arguments for all samples in one sequence."""
-        return self._inputs(self._chosen, is_packed=True)
-
-    def _inputs(self, chosen: list[int], is_packed: bool) -> dict[str, Any]:
-        batch = collate(self._samples, chosen, 0, is_packed, self._images)
-        return model_inputs(self._built, batch, self._device)
-
-
 def _packed_logits(
-    built: BuiltModel, compared: _TextSamples | _ImageSamples, positions: torch.Tensor
+    built: BuiltModel, compared: ComparedSamples, positions: torch.Tensor
 ) -> torch.Tensor:
     """Return `_logits` of packed samples. An error of the model's code becomes a UserError."""
     try:
@@ -273,7 +232,7 @@ def _samples_to_compare(
     return parts
 
 
-def _last_positions(length: int) -> torch.Tensor:
+def last_positions(length: int) -> torch.Tensor:
     """Return the last few positions of a sample."""
     return torch.arange(length - min(length, TOKENS), length)
 

@@ -19,18 +19,16 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import (
     BatchLayout,
-    Images,
+    Media,
     check_ids,
-    collate,
     evaluation_batches,
     example_lengths,
     group_size,
     stop_token_ids,
 )
 from llama_ft.data.chat.chat_template import Tools
-from llama_ft.data.images.image_parts import image_paths
-from llama_ft.data.images.image_prompts import text_of, user_message
 from llama_ft.data.read.formats import BadSample, Message
+from llama_ft.data.read.media import PATHS, media_paths, text_of, user_message
 from llama_ft.data.tokenize.prompt_tokens import (
     PromptFormat,
     chat_prompt,
@@ -41,7 +39,6 @@ from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, image_features_in_root
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.runtime import Ranks, log
-from llama_ft.training.image_inputs import prompt_arguments
 from llama_ft.training.objectives.base import Objective, logged_means
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
@@ -154,9 +151,7 @@ def loss_sums(
     with evaluating(built.model):
         for indices in batches:
             ranks.check_stop()
-            batch = collate(
-                validation, indices, layout.pad_token_id, layout.is_packed, layout.images
-            )
+            batch = layout.collate(validation, indices)
             summed = objective.loss(built, batch, ranks)
             sums["loss"] += summed.loss
             for name, value in summed.logged.items():
@@ -190,17 +185,17 @@ class SamplePrompt(NamedTuple):
         return text_of(self.prompt[-1]["content"])
 
     @property
-    def images(self) -> list[str]:
-        """The paths of the prompt's images."""
-        return [] if isinstance(self.prompt, str) else image_paths(self.prompt)
+    def paths(self) -> list[str]:
+        """The paths of the prompt's media."""
+        return [] if isinstance(self.prompt, str) else media_paths(self.prompt)
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, images: Images | None) -> list[int]:
+    def encode(self, tokenizer: PreTrainedTokenizerBase, media: Media | None) -> list[int]:
         """Return the tokens, as in training. Raises BadSample if the chat template rejects it."""
         if isinstance(self.prompt, str):
             return text_prompt(tokenizer, self.prompt)
         if not tokenizer.chat_template:  # trained on text or on tokens
             return text_prompt(tokenizer, self.question)
-        return chat_prompt(tokenizer, self.prompt, self.tools, images)
+        return chat_prompt(tokenizer, self.prompt, self.tools, media)
 
     def reference(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
         """Return the text of the response, None without one. Tool calls are shown as the template
@@ -250,7 +245,7 @@ def check_sample_prompts(
     prompts: Sequence[SamplePrompt],
     tokenizer: PreTrainedTokenizerBase,
     vocabulary_size: int | None,
-    images: Images | None,
+    media: Media | None,
 ) -> None:
     """Raise a UserError if a sample prompt cannot be answered.
 
@@ -258,7 +253,7 @@ def check_sample_prompts(
         prompts: the result of `sample_prompts`.
         tokenizer: with its chat template.
         vocabulary_size: of the model; None if it is not known.
-        images: of the run; None if no sample has an image.
+        media: of the run; None if all samples are text.
     """
     for asked in prompts:
         prompt = textwrap.shorten(asked.question, PROMPT_LENGTH, placeholder=" ...")
@@ -266,7 +261,7 @@ def check_sample_prompts(
         if asked.response is not None:
             name = f'the sample answer to "{prompt}" (--sample_prompts names other prompts)'
         try:
-            ids = asked.encode(tokenizer, images)
+            ids = asked.encode(tokenizer, media)
         except BadSample as error:
             raise UserError(f"{name}: {error}") from error
         if not ids:
@@ -284,7 +279,7 @@ def answer_prompts(
     ranks: Ranks,
 ) -> list[dict[str, Any]]:
     """Return the model's greedy answers, each with its question and, if known, the reference; the
-    paths of the question's images are `images`. All ranks must call it, because each has only its
+    paths of the question's images are the value of PATHS. All ranks must call it, because each has only its
     shard of the weights.
 
     Args:
@@ -293,7 +288,7 @@ def answer_prompts(
             continue.
         asked: the result of `sample_prompts`.
         new_tokens: maximum number of tokens in an answer.
-        layout: of the run's batches: what makes pixels, and the token that fills answers that end
+        layout: of the run's batches: what makes their tensors, and the token that fills answers that end
             before the longest one.
         ranks: the ranks.
 
@@ -302,7 +297,7 @@ def answer_prompts(
     """
     if not asked:
         return []
-    prompts = [one.encode(tokenizer, layout.images) for one in asked]
+    prompts = [one.encode(tokenizer, layout.media) for one in asked]
     # config.json of Llava has none
     ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     before = model.generation_config
@@ -311,7 +306,7 @@ def answer_prompts(
     model.generation_config = config
     longest = longest_answer(model, prompts, new_tokens)
     try:
-        texts = generate_batch(model, tokenizer, prompts, longest, ranks, layout.images)
+        texts = generate_batch(model, tokenizer, prompts, longest, layout, ranks)
     finally:
         model.generation_config = before
     answers = []
@@ -320,8 +315,8 @@ def answer_prompts(
         reference = one.reference(tokenizer)
         if reference is not None:
             answer["reference"] = reference
-        if one.images:
-            answer["images"] = one.images
+        if one.paths:
+            answer[PATHS] = one.paths
         answers.append(answer)
     return answers
 
@@ -335,14 +330,36 @@ def longest_answer(model: PreTrainedModel, prompts: list[list[int]], new_tokens:
     return max(1, min(new_tokens, context - max(map(len, prompts))))
 
 
+def prompt_arguments(
+    model: PreTrainedModel, prompts: list[list[int]], media: Media | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the arguments of `generate` for prompts in one batch, on a device: tokens with padding on
+    the left, their mask, and what `media` makes of the prompts, of which it may add one."""
+    arguments = dict[str, torch.Tensor]()
+    if media is not None:
+        prompts, arguments = media.prompt_arguments(model, prompts)
+    width = max(len(prompt) for prompt in prompts)
+    padded = []
+    masks = []
+    for prompt in prompts:
+        padding = width - len(prompt)
+        # It is masked. The prompt's first token, so that the repetition penalty sees no token that is
+        # not in the prompt.
+        padded.append(list(prompt[:1]) * padding + list(prompt))
+        masks.append([0] * padding + [1] * len(prompt))
+    arguments |= {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(masks)}
+    # FSDP2 moves inputs to the GPU, generate() does not
+    return {name: values.to(device) for name, values in arguments.items()}
+
+
 @torch.no_grad()
 def generate_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     new_tokens: int,
+    layout: BatchLayout,
     ranks: Ranks,
-    images: Images | None = None,
 ) -> list[str]:
     """Return the model's answers to prompts in one batch, without special tokens and white space
     around them. All ranks must call it equally often.
@@ -353,13 +370,13 @@ def generate_batch(
         tokenizer: decodes the answers.
         prompts: token ids of each.
         new_tokens: maximum number of tokens in an answer.
+        layout: of batches: what makes tensors of what is not text.
         ranks: the ranks.
-        images: makes pixels; None: the model is called for text only.
 
     Raises:
         Stopped: a signal has asked to stop; the answers are abandoned.
     """
-    arguments = prompt_arguments(model, prompts, images, model.device)
+    arguments = prompt_arguments(model, prompts, layout.media, model.device)
     width = arguments["input_ids"].shape[1]
     # All ranks call the model equally often, also those whose answers have ended. `prepend`: before
     # FSDP's own hook, which starts to gather weights.
@@ -394,6 +411,6 @@ def log_answers(when: str, answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         for name, value in answer.items():
             label = f"{name}:"
-            text = ", ".join(value) if name == "images" else value
+            text = ", ".join(value) if name == PATHS else value
             lines.append(f"  {label:<10} {textwrap.shorten(text, 240, placeholder=' ...')}")
     log.info("\n".join([*lines, ""]))

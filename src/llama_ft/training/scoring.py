@@ -21,8 +21,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.data import IGNORED, Images, stop_token_ids
-from llama_ft.data.images.image_prompts import ImagePrompt
+from llama_ft.data import IGNORED, BatchLayout, stop_token_ids
+from llama_ft.data.media import MediaPrompt
+from llama_ft.data.read.media import PATHS
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks
 from llama_ft.training.evaluation import SetScore, generate_batch, longest_answer
@@ -34,7 +35,7 @@ LONGEST_SHOWN = 4000  # characters
 
 
 class Question(NamedTuple):
-    """A validation sample to answer. `prompt_ids` are an `ImagePrompt` if it has images."""
+    """A validation sample to answer. `prompt_ids` are a `MediaPrompt` if it has media."""
 
     prompt_ids: list[int]
     prompt: str
@@ -88,7 +89,6 @@ class AnswerScores:
         settings: score, score_tokens, score_samples and score_batch_size.
         sets: the validation sets by name.
         tokenizer: of the run.
-        images: of the run; None if no sample has an image.
 
     Raises:
         UserError: a set has no sample with a prompt, or the function does not exist. It is called
@@ -100,9 +100,7 @@ class AnswerScores:
         settings: TrainConfig,
         sets: Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase,
-        images: Images | None = None,
     ) -> None:
-        self._images = images
         self._name = settings.score or ""
         self._tokens = settings.score_tokens
         self._batch_size = settings.score_batch_size
@@ -124,12 +122,15 @@ class AnswerScores:
                 self._score(question, question.reference)
             self._questions[name] = found
 
-    def score(self, model: PreTrainedModel, pad_token_id: int, ranks: Ranks) -> dict[str, SetScore]:
+    def score(
+        self, model: PreTrainedModel, layout: BatchLayout, ranks: Ranks
+    ) -> dict[str, SetScore]:
         """Answer all questions. All ranks must call it.
 
         Args:
             model: in training mode, also afterwards.
-            pad_token_id: fills answers that end before the longest one.
+            layout: of batches: what makes their tensors, and the token that fills answers that end
+                before the longest one.
             ranks: the ranks. Each generates some of the batches.
 
         Raises:
@@ -145,18 +146,18 @@ class AnswerScores:
         ends = stop_token_ids(self._tokenizer, known)
         # not the model's generation_config.json, which may ask for sampling or for penalties
         model.generation_config = GenerationConfig(
-            do_sample=False, pad_token_id=pad_token_id, eos_token_id=ends or None
+            do_sample=False, pad_token_id=layout.pad_token_id, eos_token_id=ends or None
         )
         try:
             return {
-                name: self._score_set(model, questions, ranks)
+                name: self._score_set(model, questions, layout, ranks)
                 for name, questions in self._questions.items()
             }
         finally:
             model.generation_config = before
 
     def _score_set(
-        self, model: PreTrainedModel, questions: list[Question], ranks: Ranks
+        self, model: PreTrainedModel, questions: list[Question], layout: BatchLayout, ranks: Ranks
     ) -> SetScore:
         lengths = numpy.array([len(question.prompt_ids) for question in questions])
         order = numpy.argsort(-lengths, kind="stable").tolist()
@@ -170,7 +171,7 @@ class AnswerScores:
             batch = batches[number] if is_own else order[-1:]
             prompts = [questions[index].prompt_ids for index in batch]
             longest = longest_answer(model, prompts, self._tokens)
-            texts = generate_batch(model, self._tokenizer, prompts, longest, ranks, self._images)
+            texts = generate_batch(model, self._tokenizer, prompts, longest, layout, ranks)
             if is_own:
                 answers |= dict(zip(batch, texts, strict=True))
         return self._gather(questions, answers, ranks)
@@ -197,8 +198,8 @@ class AnswerScores:
             question = questions[index]
             texts = {"question": question.prompt, "answer": answer, "reference": question.reference}
             shown: dict[str, Any] = {name: text[:LONGEST_SHOWN] for name, text in texts.items()}
-            if isinstance(question.prompt_ids, ImagePrompt):
-                shown["images"] = question.prompt_ids.paths
+            if isinstance(question.prompt_ids, MediaPrompt):
+                shown[PATHS] = question.prompt_ids.paths
             samples.append({**shown, "score": score})
         # fsum rounds once, so the order of the ranks does not matter
         total = math.fsum(score for _, score in together.values())
@@ -230,7 +231,7 @@ def find_questions(
         most: only so many of the first ones; 0 = all.
     """
     found = list[Question]()
-    columns = {"input_ids", "labels", "source", "text", "images"}
+    columns = {"input_ids", "labels", "source", "text", "media"}
     for sample in samples.select_columns(sorted(columns.intersection(samples.column_names))):
         if most and len(found) == most:
             break
@@ -246,6 +247,6 @@ def find_questions(
         reference = str(tokenizer.decode(ids[start:end], skip_special_tokens=True))
         prompt_ids = ids[:start]
         if sample.get("text") is not None:
-            prompt_ids = ImagePrompt(prompt_ids, sample["text"], sample["images"])
+            prompt_ids = MediaPrompt(prompt_ids, sample["text"], sample["media"])
         found.append(Question(prompt_ids, prompt.strip(), reference.strip(), sample["source"]))
     return found

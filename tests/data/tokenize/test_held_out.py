@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import (
     DataRequest,
     TokenizedData,
-    load_processor,
+    load_media,
     prepare,
     two_examples,
     unpaired_examples,
@@ -237,7 +238,7 @@ def with_images(model: Path, dataset: Path, cache: Path, **settings: Any) -> Tok
     request = DataRequest(
         context_length=256,
         want_validation=True,
-        load_processor=lambda: load_processor(model, model_config, tokenizer),
+        load_media=partial(load_media, model, model_config, tokenizer, False),
     )
     return prepare(DataConfig(dataset=str(dataset), **settings), tokenizer, request, cache)
 
@@ -291,9 +292,9 @@ def test_named_validation_sets_with_and_without_images_have_the_same_columns(
     write_jsonl(tmp_path / "images.jsonl", [chat])
     sets = {name: str(tmp_path / f"{name}.jsonl") for name in ("text", "images")}
     data = with_images(image_model, tmp_path / f"{training}.jsonl", tmp_path, validation=sets)
-    assert data.images is not None and data.train is not None
+    assert data.media is not None and data.train is not None
     tables = [data.train, *data.validations.values()]
-    assert all({"text", "images"} <= set(table.column_names) for table in tables)
+    assert all({"text", "media"} <= set(table.column_names) for table in tables)
     single = with_images(image_model, tmp_path / "text.jsonl", tmp_path, validation=sets["images"])
     assert single.validation is not None
     assert single.validation["input_ids"] == data.validations["images"]["input_ids"]

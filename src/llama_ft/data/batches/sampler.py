@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data.batches.packing import pack_samples
-from llama_ft.data.images.processor import Images, ImageTensors
+from llama_ft.data.media import Media, MediaTensors
 from llama_ft.data.tokenize.encoder import IGNORED
 from llama_ft.errors import plural
 
@@ -44,7 +44,7 @@ class BatchLayout:
         micro_batch: maximum packed sequences, or samples without packing, of a micro-batch.
         pack_length: tokens of a packed sequence; None: samples are padded instead.
         pad_token_id: fills padded samples.
-        images: makes pixels; None: no sample has an image.
+        media: makes tensors of what is not text; None: all samples are text.
     """
 
     data_size: int
@@ -52,11 +52,15 @@ class BatchLayout:
     micro_batch: int
     pack_length: int | None = None
     pad_token_id: int = 0
-    images: Images | None = None
+    media: Media | None = None
 
     @property
     def is_packed(self) -> bool:
         return self.pack_length is not None
+
+    def collate(self, dataset: Dataset, indices: Sequence[int]) -> "Batch":
+        """Make a micro-batch of the samples at `indices`, see the function `collate`."""
+        return collate(dataset, indices, self.pad_token_id, self.is_packed, self.media)
 
 
 class BatchSampler:
@@ -286,9 +290,9 @@ class Batch:
     # The label of each example that is a completion with one, None for others; empty for a rank
     # without samples.
     desirable: Sequence[bool | None] = ()
-    # Only if samples of the run have images. Then the last example of a batch without an image has
-    # one, and no labels; see data/images/processor.py.
-    images: ImageTensors | None = None
+    # Only if samples of the run have media. Then a batch without any ends with an example that has
+    # some, and no labels; see `Media.tensors`.
+    media: MediaTensors | None = None
 
     @property
     def tokens(self) -> int:
@@ -322,14 +326,14 @@ def collate(
     indices: Sequence[int],
     pad_token_id: int,
     is_packed: bool = False,
-    images: Images | None = None,
+    media: Media | None = None,
 ) -> Batch:
     """Make a batch of the samples at `indices`.
 
     Without indices it is the beginning of sample 0 with no label: a rank without samples must still
     run forward and backward, because the other ranks wait for it in the collectives. This batch
-    adds nothing to loss and gradients. With `images` it is the example that a batch without an image
-    ends with.
+    adds nothing to loss and gradients. With `media` it is the example that a batch without media ends
+    with.
     """
     table = dataset.with_format("arrow")[list(indices) or [0]]
     input_ids = _concatenated(table["input_ids"])
@@ -344,11 +348,11 @@ def collate(
         lengths = [len(input_ids)]
         labels = torch.full((len(input_ids),), IGNORED)
     tensors = None
-    if images is not None:
+    if media is not None:
         samples = list(input_ids.split(lengths)) if indices else []
         texts = table["text"].to_pylist() if indices else []
-        references = table["images"].to_pylist() if indices else []
-        samples, tensors = images.tensors(samples, texts, references, locations, is_packed)
+        files = table["media"].to_pylist() if indices else []
+        samples, tensors = media.tensors(samples, texts, files, locations, is_packed)
         input_ids = torch.cat(samples)
         count = sum(lengths) if indices else 0
         lengths = [len(sample) for sample in samples]
@@ -376,10 +380,7 @@ def collate_step(
     dataset: Dataset, micro_batches: list[list[int]], layout: BatchLayout
 ) -> list[Batch]:
     """Make the micro-batches of a step, packed or padded, from their rows."""
-    return [
-        collate(dataset, indices, layout.pad_token_id, layout.is_packed, layout.images)
-        for indices in micro_batches
-    ]
+    return [layout.collate(dataset, indices) for indices in micro_batches]
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None = None) -> int:

@@ -23,7 +23,7 @@ from datasets.table import InMemoryTable
 from llama_ft.config import Config
 from llama_ft.data.batches.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.batches.sampler import BatchLayout, BatchSampler, collate_step, combine_seeds
-from llama_ft.data.images.processor import Images
+from llama_ft.data.media import Media
 from llama_ft.data.prepare import TokenizedData
 from llama_ft.data.read.sources import Source
 from llama_ft.data.tokenize.encoder import Encoder, ExamplesOf, check_ids
@@ -272,10 +272,11 @@ def training_layout(
     context_length: int,
     pad_token_id: int,
     ranks: Ranks,
-    images: Images | None = None,
+    media: Media | None = None,
 ) -> BatchLayout:
     """Return the layout of this rank's micro-batches. `context_length` is the length of packed
-    sequences, `pad_token_id` fills padded samples, and `images` makes pixels."""
+    sequences, `pad_token_id` fills padded samples, and `media` makes tensors of
+    what is not text."""
     is_packed = config.data.batching_strategy == "packing"
     return BatchLayout(
         data_size=ranks.data.size,
@@ -283,7 +284,7 @@ def training_layout(
         micro_batch=config.train.batch_size_training,
         pack_length=context_length if is_packed else None,
         pad_token_id=pad_token_id,
-        images=images,
+        media=media,
     )
 
 

@@ -10,6 +10,7 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from llama_ft.config.objectives import PREFERENCE, UNPAIRED, objectives_text
+from llama_ft.data.read.media import EXPECTED, MediaPart, check_role, has_media
 from llama_ft.data.read.values import (
     LOSS_KEYS,
     MISSING,
@@ -33,14 +34,6 @@ class TokenizedSample(NamedTuple):
 
     input_ids: list[int]
     labels: list[int]
-
-
-class ImagePart(dict[str, str]):
-    """An image among the parts of a user message: its type, and the path of its file. Only
-    `image_parts.py` makes them."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(type="image", image=path)
 
 
 # Messages of a chat; or a prompt and its completion (for plain text the prompt is empty); or
@@ -70,8 +63,6 @@ RESPONSES = ("output", "completion", "chosen", "rejected")  # columns that may h
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # columns of tokens with which TRL and others say what is in the loss
 TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-# columns that a sample of text leaves empty
-MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "function": "tool", "observation": "tool", "function_response": "tool", "developer": "system",
@@ -367,9 +358,7 @@ def tools_of(sample: Sample) -> list[dict[str, Any]] | None:
     return _objects(_parsed_if_text(sample, "tools") or [], "tools") or None
 
 
-def content_text(
-    content: Any, place: str, expected: str = "text, or a list of text parts and image parts"
-) -> str:
+def content_text(content: Any, place: str, expected: str = EXPECTED) -> str:
     """Return a text, or the text of a list of parts.
 
     Raises:
@@ -381,17 +370,12 @@ def content_text(
     return str(content)
 
 
-def has_images(content: Any) -> bool:
-    """Return whether the content of a message has images."""
-    return isinstance(content, list) and any(isinstance(part, ImagePart) for part in content)
-
-
-def _text_and_images(content: list[Any], role: str | None, place: str) -> list[dict[str, str]]:
-    """Return the parts of a message's content, which has images."""
-    expect(role == "user", place, "image", f"no image in a message of the {role}")
+def _text_and_media(content: list[Any], role: str | None, place: str) -> list[dict[str, str]]:
+    """Return the parts of a message's content, which are not all text."""
+    check_role(role, place)
     parts = list[dict[str, str]]()
     for number, part in enumerate(content):
-        if isinstance(part, ImagePart):
+        if isinstance(part, MediaPart):
             parts.append(part)
         else:
             parts.append({"type": "text", "text": content_text([part], f"{place}[{number}]")})
@@ -452,8 +436,8 @@ def _checked_message(message: Any, place: str, previous_role: str | None) -> Mes
     if calls and content in (None, MISSING):
         content = ""
     text: Any
-    if has_images(content):
-        text = _text_and_images(content, role, f"{place}.{content_key}")
+    if has_media(content):
+        text = _text_and_media(content, role, f"{place}.{content_key}")
     else:
         text = content_text(content, f"{place}.{content_key}")
         may_be_empty = calls or role in ("system", "tool")
@@ -582,8 +566,3 @@ FORMATS: dict[str, Format] = {
         tokenized_sample,
     ),
 }
-
-COLUMNS = ("images", "image")
-PAIR = ("prompt", "chosen", "rejected")
-# columns of messages in the formats whose samples may have images
-MESSAGES = {"messages": ("messages",), "sharegpt": ("conversations",), PREFERENCE: PAIR}

@@ -9,10 +9,8 @@ from typing import Any
 
 from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data.read.files import Samples
-from llama_ft.data.read.formats import COLUMNS as IMAGE_COLUMNS
 from llama_ft.data.read.formats import (
     FORMATS,
-    MESSAGES,
     PREFERENCE,
     ROLES,
     UNPAIRED,
@@ -20,6 +18,8 @@ from llama_ft.data.read.formats import (
     Sample,
     unpaired,
 )
+from llama_ft.data.read.media import COLUMNS as MEDIA_COLUMNS
+from llama_ft.data.read.media import MESSAGES
 from llama_ft.data.read.sources import Source
 from llama_ft.data.read.values import LEARNED_IF_TRUE, LOSS_KEYS, RenamedSample, in_own_names
 from llama_ft.errors import UserError
@@ -181,7 +181,7 @@ def _names(source: Source, config: DataConfig) -> dict[str, str]:
 
 def _pairs(columns: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield column in the data, column of a format, of each part of `--columns`."""
-    supported = set[str](IMAGE_COLUMNS)
+    supported = set[str](MEDIA_COLUMNS)
     for one in FORMATS.values():
         supported.update(one.required, one.optional)
     for pair in columns:
@@ -204,13 +204,13 @@ def _fit(columns: Collection[str]) -> bool:
     return any(name != PREFERENCE for name in fitting)
 
 
-def describe_columns(part: Source, sample_format: str, with_images: bool) -> str:
+def describe_columns(part: Source, sample_format: str, with_media: bool) -> str:
     """Return the format of a dataset with the columns that it reads and those that it ignores."""
     columns = part.columns
     original_names = {ours: theirs for theirs, ours in part.renamed.items()}
     supported = [*FORMATS[sample_format].required, *FORMATS[sample_format].optional]
-    if with_images and sample_format in MESSAGES:
-        supported += IMAGE_COLUMNS
+    if with_media and sample_format in MESSAGES:
+        supported += MEDIA_COLUMNS
     used = []
     for column in supported:
         if column in columns and column in original_names:
@@ -224,7 +224,7 @@ def describe_columns(part: Source, sample_format: str, with_images: bool) -> str
     return text
 
 
-def look_at_formats(source: Source, wanted: str, with_images: bool) -> tuple[set[type], list[str]]:
+def look_at_formats(source: Source, wanted: str, with_media: bool) -> tuple[set[type], list[str]]:
     """Return the types of the first samples' contents (list: a chat), and a line on format and
     columns per part."""
     kinds = set[type]()
@@ -236,5 +236,5 @@ def look_at_formats(source: Source, wanted: str, with_images: bool) -> tuple[set
             # Bad samples are reported later, when all samples are read.
             with suppress(BadSample, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(read(sample)))
-        lines.append(f"{part.name}: {describe_columns(part, sample_format, with_images)}")
+        lines.append(f"{part.name}: {describe_columns(part, sample_format, with_media)}")
     return kinds, lines

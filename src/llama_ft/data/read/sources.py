@@ -40,6 +40,7 @@ from llama_ft.data.read.files import (
     whole_object,
 )
 from llama_ft.data.read.formats import BadSample, Sample, SampleFormat, find_format
+from llama_ft.data.read.media import undecoded
 from llama_ft.errors import UserError, reason
 from llama_ft.runtime.console import log
 from llama_ft.user_function import load_function
@@ -444,12 +445,9 @@ def _dataset_source(name: str, dataset: datasets.Dataset) -> Source:
 
     identity = dataset._fingerprint
     for column, feature in dataset.features.items():
-        # images stay the bytes of their files until they are needed
-        if isinstance(feature, datasets.Image):
-            dataset = dataset.cast_column(column, datasets.Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):
-            undecoded = datasets.List(datasets.Image(decode=False))
-            dataset = dataset.cast_column(column, undecoded)
+        of_bytes = undecoded(feature)
+        if of_bytes is not None:
+            dataset = dataset.cast_column(column, of_bytes)
     schema = dataset.features.arrow_schema
 
     def read() -> Samples:

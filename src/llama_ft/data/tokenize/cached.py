@@ -16,6 +16,7 @@ import numpy
 from llama_ft.config import DataConfig
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
+from llama_ft.data.read.media import IN_KEY
 from llama_ft.data.read.sources import Source, Split
 from llama_ft.data.tokenize.encoder import Encoder, ExamplesOf
 from llama_ft.data.tokenize.statistics import BuildReport, SplitStatistics
@@ -24,7 +25,6 @@ from llama_ft.data.tokenize.tokenize_files import (
     SplitWriter,
     chunks_of,
     encode_chunks,
-    removed_for_image,
 )
 from llama_ft.errors import UserError, plural
 from llama_ft.processes import cores
@@ -34,8 +34,8 @@ from llama_ft.runtime.console import log
 CODE_VERSION = 8
 # modules that determine the tokens
 CODE = (
-    "chat/chat_template tokenize/content read/files read/formats images/image_parts chat/loss_mask tokenize/notes "
-    "images/processor read/reshape tokenize/statistics tokenize/encoder tokenize/tokenize_files read/values"
+    "chat/chat_template tokenize/content read/files read/formats read/media chat/loss_mask tokenize/notes "
+    "media read/reshape tokenize/statistics tokenize/encoder tokenize/tokenize_files read/values"
 ).split()
 SECONDS_BETWEEN_LINES = 10.0
 HASHES = "{}.hashes.npy"  # of the distinct samples of a split, uint64
@@ -63,8 +63,12 @@ def tokenized(tokenization: Tokenization, cache: Path, verify: bool) -> tuple[Bu
     """
     # A change of this code must not reuse samples that the old code has tokenized.
     code = hashlib.sha256(inspect.getsource(tokenization.examples).encode())
-    for name in CODE:
-        code.update(Path(__file__).parent.parent.joinpath(f"{name}.py").read_bytes())
+    files = [Path(__file__).parent.parent / f"{name}.py" for name in CODE]
+    media = tokenization.encoder.media
+    if media is not None:
+        files += media.code
+    for file in files:
+        code.update(file.read_bytes())
     is_streaming = tokenization.config.streaming
     key = _key(tokenization, f"{code.hexdigest()} {is_streaming}")
     folder = cache / "tokenized" / key
@@ -72,8 +76,7 @@ def tokenized(tokenization: Tokenization, cache: Path, verify: bool) -> tuple[Bu
     if tokenization.validation or not is_streaming:
         build = partial(_build, tokenization=tokenization)
         build_once(folder, build, verify)
-        images = tokenization.encoder.images
-        if images and verify and removed_for_image(folder, images.store):
+        if media and verify and media.remove_incomplete(folder):
             build_once(folder, build, verify)
         report = BuildReport.load(folder / "meta.json")
     if is_streaming:
@@ -123,11 +126,11 @@ def _key(tokenization: Tokenization, code: str) -> str:
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),
     ]
-    if encoder.takes_images:  # there are other warnings
-        parts.append("takes images")
-    if encoder.images is not None:
-        parts.append(encoder.images.identity)
-        # paths of images are relative to the data files
+    if encoder.takes_media:  # there are other warnings
+        parts.append(IN_KEY)
+    if encoder.media is not None:
+        parts.append(encoder.media.identity)
+        # paths of media are relative to the data files
         for each in (tokenization.source, tokenization.validation):
             if each is not None:
                 files = each.parts or (each,)

@@ -27,13 +27,13 @@ from llama_ft.data.read.formats import (
 SPLIT_VERSION = 2
 
 
-def content_hash(sample: Sample, sample_format: SampleFormat, images: bytes = b"") -> int:
+def content_hash(sample: Sample, sample_format: SampleFormat, media: bytes = b"") -> int:
     """Return a 64-bit hash of what a sample says, a random number.
 
     Args:
-        sample: valid; its images are parts of its messages.
+        sample: valid; its media are parts of its messages.
         sample_format: its format.
-        images: checksums of its images.
+        media: checksums of its files.
     """
     if sample_format == PREFERENCE:
         contents: list[Content] = [*pair_contents(sample)]
@@ -42,7 +42,7 @@ def content_hash(sample: Sample, sample_format: SampleFormat, images: bytes = b"
     said = [list(_said(content)) for content in contents]
     text = json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
     # surrogatepass: JSON allows half a surrogate pair, which UTF-8 cannot encode
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass") + images).digest()
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass") + media).digest()
     return int.from_bytes(digest[:8], "big")
 
 
@@ -56,7 +56,7 @@ def _said(content: Content) -> Iterator[Any]:
     else:
         for message in content:
             text = _words(_text_of(message))
-            if text or message.get("tool_calls"):  # else an empty system message, or only images
+            if text or message.get("tool_calls"):  # else an empty system message, or only media
                 yield message["role"]
                 yield text
             for call in message.get("tool_calls") or ():

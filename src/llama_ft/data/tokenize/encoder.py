@@ -20,20 +20,19 @@ from llama_ft.data.chat.chat_template import (
     turn_ends,
 )
 from llama_ft.data.chat.loss_mask import ChatDiffers, ChatRenderer, RenderedChat, drop_reasoning
-from llama_ft.data.images.image_parts import have_images, with_image_parts
-from llama_ft.data.images.processor import ImageExample, Images
+from llama_ft.data.media import Media, MediaExample
 from llama_ft.data.read import formats
 from llama_ft.data.read.formats import (
     FORMATS,
     BadSample,
     Content,
-    Message,
     Sample,
     SampleFormat,
     TokenizedSample,
 )
+from llama_ft.data.read.media import ALL_MEDIA, KIND, has_media, have_media
 from llama_ft.data.tokenize.notes import notes_of
-from llama_ft.errors import UserError, plural
+from llama_ft.errors import UserError
 
 SPACE = "\u2581"  # as SentencePiece writes it
 IGNORED = -100  # cross_entropy of PyTorch ignores this label by default
@@ -53,9 +52,9 @@ class Encoded(NamedTuple):
     input_ids: list[int]
     labels: list[int]
     truncated: bool  # tokens were cut off and are lost
-    # of an example with images: see `ImageExample`
+    # of a `MediaExample`
     text: str | None = None
-    images: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
 
     @property
     def target_tokens(self) -> int:
@@ -79,9 +78,9 @@ class Encoder:
         labels: tokens in the loss; auto: responses of chats, completions of prompts, all of plain
             text.
         reasoning_content: drop removes that of all responses of a chat.
-        images: reads images of chats; None: samples with images are bad.
-        no_images: why they are, for messages.
-        takes_images: the model takes images, also if no sample has one.
+        media: reads what chats hold in addition to text; None: such samples are bad.
+        no_media: why they are, for messages.
+        takes_media: the model takes media, also if no sample has any.
         stop_ids: the model's tokens that end generation, see `turn_ends`.
     """
 
@@ -92,18 +91,18 @@ class Encoder:
         truncation: Truncation = "right",
         labels: Labels = "auto",
         reasoning_content: Reasoning = "keep",
-        images: Images | None = None,
-        no_images: str = "only text is trained on",
-        takes_images: bool = False,
+        media: Media | None = None,
+        no_media: str = "only text is trained on",
+        takes_media: bool = False,
         stop_ids: Collection[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = sorted(stop_ids)
         # by template; made with the first chat, because samples without chats need none
         self._renderers = dict[str, ChatRenderer]()
-        self.images = images
-        self._no_images = no_images
-        self.takes_images = takes_images
+        self.media = media
+        self._no_media = no_media
+        self.takes_media = takes_media
         self.context_length = context_length
         self.truncation = truncation
         self.labels = labels
@@ -140,26 +139,24 @@ class Encoder:
         """Return the content of a sample: the messages of a chat, or its texts.
 
         Raises:
-            BadSample: the sample does not follow its format, or holds images, video or audio.
+            BadSample: the sample does not follow its format, or holds media that are not read.
         """
-        sample = self.with_images(sample, sample_format)
+        sample = self.with_media(sample, sample_format)
         try:
             return self._read_text_and_parts(sample, sample_format)
         except BadSample as error:
-            if self.images is None and have_images([sample]):
-                raise BadSample(f"it has images, but {self._no_images}.") from error
+            if self.media is None and have_media([sample]):
+                raise BadSample(f"it has {KIND}, but {self._no_media}.") from error
             raise
 
-    def with_images(self, sample: Sample, sample_format: SampleFormat) -> Sample:
-        """Return a sample whose images are parts of its messages, if images are read. Such a sample
+    def with_media(self, sample: Sample, sample_format: SampleFormat) -> Sample:
+        """Return a sample whose media are parts of its messages, if they are read. Such a sample
         stays as it is."""
-        if self.images is None:
-            return sample
-        return with_image_parts(sample, sample_format, self.images.store)
+        return self.media.with_parts(sample, sample_format) if self.media is not None else sample
 
     def _read_text_and_parts(self, sample: Sample, sample_format: SampleFormat) -> Content:
         formats.check_columns(sample, sample_format)
-        for column in sample.keys() & formats.MEDIA:
+        for column in sample.keys() & ALL_MEDIA:
             value = sample[column]
             expected = f"nothing: samples of the format {sample_format} are text only"
             formats.expect(not value, column, value, expected)
@@ -197,7 +194,7 @@ class Encoder:
     def notes_of(self, sample: Sample, sample_format: SampleFormat, place: str) -> set[str]:
         """Return what should be said about a valid sample, see `notes_of`."""
         template = self.tokenizer.chat_template
-        return notes_of(sample, sample_format, place, template, self.takes_images)
+        return notes_of(sample, sample_format, place, template, self.takes_media)
 
     def text_tokens(self, text: str) -> int:
         """Return the number of tokens of a text that a template has written."""
@@ -218,8 +215,8 @@ class Encoder:
     ) -> Example:
         """Do what `tokenize` does, for content that was already read from the sample."""
         example = self._tokenize_content(content, sample, sample_format)
-        if self.images is not None and not isinstance(example, ImageExample):
-            self.images.check_text(example[0])
+        if self.media is not None and not isinstance(example, MediaExample):
+            self.media.check_text(example[0])
         return example
 
     def _tokenize_content(
@@ -229,9 +226,10 @@ class Encoder:
         if isinstance(content, list):
             tools = formats.tools_of(sample)
             chat = self._renderer(tools).render(content, tools)
-            if any(formats.has_images(message["content"]) for message in content):
-                return self._tokenize_images(chat, content)
-            return self._tokenize_chat(chat)
+            if any(has_media(message["content"]) for message in content):
+                assert self.media is not None  # otherwise the sample is bad
+                return self.media.tokenize(chat, content, self)
+            return self.tokenize_chat(chat)
         if isinstance(content, TokenizedSample):
             self._check_labels(sample_format, "auto")
             self._check_tokens(content)
@@ -274,47 +272,14 @@ class Encoder:
             labels = [*labels, end]
         return input_ids, labels
 
-    def _tokenize_images(self, chat: RenderedChat, messages: list[Message]) -> Example:
-        """Tokenize a chat with images, whose tokens are never in the loss."""
-        assert self.images is not None  # otherwise the sample is bad
-        expanded = self.images.expand(chat, messages)
-        input_ids, labels = self._tokenize_chat(expanded.chat)
-        if input_ids != expanded.input_ids:
-            raise BadSample(
-                "its prompt and response share a token, and the model's processor tokenizes them "
-                "together; use another chat template (--chat_template)."
-            )
-        text = expanded.chat.text
-        offsets = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
-        ranges = tokens_of_spans(text, offsets, expanded.inserted)
-        image_tokens = sum(last - first for first, last in ranges)
-        end = ranges[-1][1]
-        whole = len(input_ids)
-        keeps_images = whole <= self.context_length or self.truncation == "drop"
-        keeps_images |= self.truncation == "right" and end <= self.context_length
-        if not keeps_images:
-            raise BadSample(
-                f"it has {whole:,} tokens, {image_tokens:,} of them for {plural(len(ranges), 'image')}, and "
-                f"truncation to --context_length {self.context_length} would cut an image. Raise it, "
-                "or set --max_pixels."
-            )
-        return ImageExample.of(
-            input_ids,
-            labels,
-            text=chat.text,
-            images=expanded.references,
-            image_tokens=image_tokens,
-            end_of_images=end,
-        )
-
     def fit_example(self, example: Example) -> list[Encoded]:
-        """Do what `fit` does, and keep the images of an example. `tokenize` has checked that no
-        image is cut."""
+        """Do what `fit` does, and keep the media of an example. `tokenize` has checked that none is
+        cut."""
         input_ids, labels = example
         pieces = self.fit(input_ids, labels)
-        if not isinstance(example, ImageExample):
+        if not isinstance(example, MediaExample):
             return pieces
-        return [piece._replace(text=example.text, images=tuple(example.images)) for piece in pieces]
+        return [piece._replace(text=example.text, media=tuple(example.media)) for piece in pieces]
 
     def fit(self, input_ids: list[int], labels: list[int]) -> list[Encoded]:
         """Bring an example to at most context_length tokens.
@@ -352,7 +317,7 @@ class Encoder:
             pieces.append(Encoded(piece_ids, piece_labels, truncated=False))
         return pieces
 
-    def _tokenize_chat(self, chat: RenderedChat) -> Example:
+    def tokenize_chat(self, chat: RenderedChat) -> Example:
         """Tokenize a chat, in which the template has written all special tokens, including BOS.
 
         At inference the prompt is tokenized without the response. So no token may cross its end,
@@ -424,7 +389,7 @@ def one_example(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -
 def two_examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
     """Return two examples of a preference pair: the prompt with the chosen and with the rejected
     response."""
-    sample = encoder.with_images(sample, sample_format)
+    sample = encoder.with_media(sample, sample_format)
     encoder.read(sample, sample_format)  # checks the whole sample and raises BadSample
     return [
         encoder.tokenize_content(content, sample, sample_format)

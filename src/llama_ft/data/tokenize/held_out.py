@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.config import DataConfig
-from llama_ft.data.images.image_parts import FOLDER, located, plain_messages, with_absolute_paths
-from llama_ft.data.read.formats import COLUMNS, FORMATS, BadSample, Sample, SampleFormat, tools_of
+from llama_ft.data.read.formats import FORMATS, BadSample, Sample, SampleFormat, tools_of
+from llama_ft.data.read.media import COLUMNS, FOLDER, located, plain_messages
 from llama_ft.data.read.sources import Source
 from llama_ft.data.read.values import RenamedSample
 from llama_ft.data.tokenize.encoder import Encoder
@@ -76,9 +76,9 @@ def _rows(
             row = dict(sample)
         if source.parts and has_one_kind:
             row = _without_ignored(row, sample_format, parts[0].renamed if has_same_names else {})
-        if encoder.images is not None:
+        if encoder.media is not None:
             columns = [_original_name(column, parts[0].renamed) for column in COLUMNS]
-            row = with_absolute_paths(row, str(in_folder[FOLDER]), columns)
+            row = encoder.media.with_absolute_paths(row, str(in_folder[FOLDER]), columns)
         yield _as_json(row)
 
 
@@ -123,7 +123,7 @@ def _as_messages(
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value that JSON can hold: bytes, such as an image, become a data: URL, which is read
+    """Return a value that JSON can hold: bytes, as of a picture, become a data: URL, which is read
     like them."""
     if isinstance(value, bytes):
         return "data:;base64," + base64.b64encode(value).decode("ascii")

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from llama_ft.config.data_names import data_suffix
-from llama_ft.data.images.image_parts import FILE_OF_PLACE, MARK, have_images
 from llama_ft.data.read.formats import (
-    COLUMNS,
     FORMATS,
     PREFERENCE,
     REASONING,
@@ -19,6 +17,7 @@ from llama_ft.data.read.formats import (
     Sample,
     SampleFormat,
 )
+from llama_ft.data.read.media import FILE_OF_PLACE, notes_of_marks
 from llama_ft.data.read.values import LEARNED_IF_TRUE, LOSS_KEYS
 
 # columns that may hold messages, by format
@@ -39,7 +38,7 @@ WAY_OUT = "Write the samples as Parquet, or give the column datasets' type Json.
 
 
 def notes_of(
-    sample: Sample, sample_format: SampleFormat, place: str, template: Any, takes_images: bool
+    sample: Sample, sample_format: SampleFormat, place: str, template: Any, takes_media: bool
 ) -> set[str]:
     """Return what should be said about a valid sample. Equal texts are counted together.
 
@@ -48,7 +47,7 @@ def notes_of(
         sample_format: its format.
         place: where it was read, such as `my.jsonl:381`.
         template: the tokenizer's chat template, or several by name; None: there is none.
-        takes_images: whether the model does.
+        takes_media: whether the model does.
     """
     if sample_format == "tokenized":
         return set()
@@ -62,13 +61,9 @@ def notes_of(
     if match and data_suffix(match[1]) in (".json", ".jsonl"):
         # Columnar files have such nulls, too, but there they are removed.
         notes.update(_of_nulls(sample.get("tools"), messages))
-    if takes_images and not have_images([sample]):
+    if takes_media:
         one = FORMATS[sample_format]
-        if any(_has_mark(sample.get(column)) for column in (*one.required, *one.optional)):
-            notes.add(
-                f"a text has {MARK}, and the sample has no image: the mark is trained on as text. If another "
-                f"column has the images, name it: --columns {COLUMNS[0]}=NAME"
-            )
+        notes.update(notes_of_marks(sample, (*one.required, *one.optional)))
     return notes
 
 
@@ -141,15 +136,6 @@ def _has_null(value: Any) -> bool:
         fields = [inner for key, inner in value.items() if key not in NULLABLE]
         return None in fields or any(map(_has_null, fields))
     return isinstance(value, list) and any(map(_has_null, value))
-
-
-def _has_mark(value: Any) -> bool:
-    """Return whether a text in `value` has a mark for an image."""
-    if isinstance(value, str):
-        return MARK in value
-    if isinstance(value, dict):
-        return any(map(_has_mark, value.values()))
-    return isinstance(value, list) and any(map(_has_mark, value))
 
 
 def _parsed(value: Any) -> Any:

@@ -5,10 +5,9 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data.chat.chat_template import Tools, added_bos, render_chat, template_for
-from llama_ft.data.images.image_parts import image_paths
-from llama_ft.data.images.image_prompts import image_prompt
-from llama_ft.data.images.processor import Images
+from llama_ft.data.media import Media
 from llama_ft.data.read.formats import Message
+from llama_ft.data.read.media import media_paths
 
 # How a fine-tuned model is asked: as it was trained. text: prompts to continue, without the chat
 # template.
@@ -28,21 +27,21 @@ def chat_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     tools: Tools | None = None,
-    images: Images | None = None,
+    media: Media | None = None,
     is_today: bool = False,
 ) -> list[int]:
-    """Return the tokens of a chat up to the place of the answer; of one with images as an
-    `ImagePrompt`.
+    """Return the tokens of a chat up to the place of the answer; of one with media as a
+    `MediaPrompt`.
 
     Args:
         tokenizer: with a chat template.
-        messages: of the chat; images as their parts.
+        messages: of the chat; media as their parts.
         tools: JSON schemas of functions.
-        images: the model's processor; None: only text is read.
+        media: reads what is not text; None: only text is read.
         is_today: templates write today's date instead of that of training samples.
 
     Raises:
-        BadSample: the template rejects the chat, or an image cannot be read.
+        BadSample: the template rejects the chat, or a file cannot be read.
         UserError: the template exceeds a limit, or Transformers chooses none of several ones.
     """
     text, _ = render_chat(
@@ -53,8 +52,8 @@ def chat_prompt(
         open_answer=True,
         is_today=is_today,
     )
-    if images is not None and image_paths(messages):
-        return image_prompt(images, text, messages)
+    if media is not None and media_paths(messages):
+        return media.prompt(text, messages)
     # the template has written BOS
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

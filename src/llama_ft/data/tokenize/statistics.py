@@ -10,6 +10,7 @@ import numpy
 
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.read.formats import Message
+from llama_ft.data.read.media import describe_media
 from llama_ft.errors import plural
 
 # of the table: field of SplitStatistics -> title
@@ -39,9 +40,9 @@ SAMPLE_FIELDS = numpy.dtype(
         ("responses", "i4"),
         ("tokens", "i8"),
         ("whole", "i8"),
-        ("images", "i4"),
-        ("image_tokens", "i8"),
-        ("longest_images", "i4"),
+        ("media", "i4"),
+        ("media_tokens", "i8"),
+        ("longest_media", "i4"),
     ]
 )
 
@@ -59,9 +60,9 @@ class SplitStatistics:
         longest: tokens of the longest sample before truncation.
         split_chats, split_samples: chats that became one sample per response; these samples.
         whole_tokens, split_tokens: tokens of these chats, and of these samples before truncation.
-        images, image_tokens: number of images, and of tokens that stand for them; both before
+        media, media_tokens: number of images, and of tokens that stand for them; both before
             truncation.
-        longest_images: largest number of such tokens in a sample.
+        longest_media: largest number of such tokens in a sample.
         first_split: place of the first of these chats, and the reason; empty without one.
         duplicates: samples with the tokens and labels of an earlier one.
         deduplicated: these samples were left out.
@@ -81,9 +82,9 @@ class SplitStatistics:
     split_samples: int = 0
     whole_tokens: int = 0
     split_tokens: int = 0
-    images: int = 0
-    image_tokens: int = 0
-    longest_images: int = 0
+    media: int = 0
+    media_tokens: int = 0
+    longest_media: int = 0
     first_split: str = ""
     duplicates: int = 0
     deduplicated: bool = False
@@ -100,10 +101,10 @@ class SplitStatistics:
         self.split_samples += int(samples["responses"].sum())
         self.split_tokens += int(samples["tokens"].sum())
         self.whole_tokens += int(samples["whole"].sum())
-        self.images += int(samples["images"].sum())
-        self.image_tokens += int(samples["image_tokens"].sum())
-        longest_images = int(samples["longest_images"].max(initial=0))
-        self.longest_images = max(self.longest_images, longest_images)
+        self.media += int(samples["media"].sum())
+        self.media_tokens += int(samples["media_tokens"].sum())
+        longest_media = int(samples["longest_media"].max(initial=0))
+        self.longest_media = max(self.longest_media, longest_media)
 
 
 class Duplicates:
@@ -227,12 +228,11 @@ def describe(
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
         lines.append(f"labels of the training data: {labels}")
     for name, split in splits.items():
-        if split is not None and split.images:
-            share = split.image_tokens / max(1, split.tokens)
-            lines.append(
-                f"{name}: {plural(split.images, 'image')} in {split.image_tokens:,} tokens "
-                f"({share:.0%} of all), at most {split.longest_images:,} in a sample"
+        if split is not None and split.media:
+            text = describe_media(
+                split.media, split.media_tokens, split.tokens, split.longest_media
             )
+            lines.append(f"{name}: {text}")
         if split is not None and split.duplicates:
             lines.append(_duplicates_line(name, split))
     for name, split in splits.items():

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import shutil
 import signal
 import textwrap
 import traceback
@@ -26,12 +25,11 @@ from typing import Any, NamedTuple
 import numpy
 import pyarrow
 import xxhash
-from datasets import Dataset, Features, List, Value
+from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
 from llama_ft.data.chat.loss_mask import ChatDiffers
-from llama_ft.data.images.image_parts import ImageStore, located, plain_messages
-from llama_ft.data.images.processor import ImageExample, checksums_of
+from llama_ft.data.media import MediaExample, checksums_of
 from llama_ft.data.read.formats import (
     PREFERENCE,
     UNPAIRED,
@@ -42,6 +40,7 @@ from llama_ft.data.read.formats import (
     is_desirable,
     tools_of,
 )
+from llama_ft.data.read.media import located, plain_messages
 from llama_ft.data.read.sources import Source
 from llama_ft.data.read.values import TOO_DEEP, in_own_names
 from llama_ft.data.tokenize.content import content_hash
@@ -62,7 +61,6 @@ from llama_ft.data.tokenize.statistics import (
 )
 from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.processes import end_with
-from llama_ft.runtime.console import log
 
 # Tokenized examples or pieces of them. `group` neighboring rows of the table belong to one sample
 # and stay together. `source` is the place of that sample. `desirable` is the label of a completion
@@ -77,8 +75,8 @@ FEATURES = Features(
         "desirable": Value("bool"),
     }
 )
-# Data with images have two more columns, null for samples without one; see `ImageExample`.
-IMAGE_FEATURES = Features({**FEATURES, "text": Value("string"), "images": List(Value("string"))})
+# Data with media have two more columns, null for samples without any; see `MediaExample`.
+MEDIA_FEATURES = Features({**FEATURES, "text": Value("string"), "media": List(Value("string"))})
 CHUNK_SAMPLES = 256
 CHUNK_BYTES = 2**20
 BAD_SAMPLES_SHOWN = 5
@@ -147,7 +145,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         try:
             if isinstance(sample, BadSample):
                 raise sample
-            read = sample if encoder.images is None else located(sample, place)
+            read = sample if encoder.media is None else located(sample, place)
             try:
                 tokenized[number] = [examples_of(read, sample_format, encoder)]
             except ChatDiffers as chat:
@@ -168,9 +166,9 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         if sample_format == UNPAIRED:
             desirable[number] = is_desirable(sample)
         examples = list(itertools.chain.from_iterable(tokenized[number]))
-        images = [one.images for one in examples if isinstance(one, ImageExample)]
-        said = encoder.with_images(read, sample_format) if images else sample
-        checksums = b"".join(map(checksums_of, images))
+        media = [one.media for one in examples if isinstance(one, MediaExample)]
+        said = encoder.with_media(read, sample_format) if media else sample
+        checksums = b"".join(map(checksums_of, media))
         samples[number]["content"] = content_hash(said, sample_format, checksums)
         samples[number]["encoded"] = _encoded_hash(tokenized[number], desirable.get(number))
     if examples_of is unpaired_examples:
@@ -189,7 +187,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
             for group in groups:
                 for position, encoded in enumerate(group):
                     pieces.append(Piece(number, encoded, len(group), position, place))
-    table = _table(pieces, desirable, with_images=encoder.images is not None)
+    table = _table(pieces, desirable, with_media=encoder.media is not None)
     sample_of_piece = numpy.array([piece.sample for piece in pieces], numpy.int32)
     input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
     largest_id = int(input_ids.max(initial=-1))
@@ -198,13 +196,13 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
 
 def _encoded_hash(responses: list[list[Example]], is_desirable: bool | None) -> int:
     """Return a 64-bit hash of all that a sample trains: its tokens and labels before truncation, its
-    images, and the label of a completion. Equal samples share it, also in other formats."""
+    media, and the label of a completion. Equal samples share it, also in other formats."""
     digest = xxhash.xxh3_64(repr(is_desirable).encode())
     for example in itertools.chain.from_iterable(responses):
         input_ids, labels = example
         digest.update(numpy.array([len(input_ids), *input_ids, *labels], numpy.int32).data)
-        if isinstance(example, ImageExample):
-            digest.update(checksums_of(example.images))
+        if isinstance(example, MediaExample):
+            digest.update(checksums_of(example.media))
     return digest.intdigest()
 
 
@@ -235,15 +233,15 @@ def _fitting_groups(
     counts["skipped"] += not trained
     counts["truncated"] += bool(trained) and is_truncated
     for example in examples:
-        if trained and isinstance(example, ImageExample):
-            counts["images"] += len(example.images)
-            counts["image_tokens"] += example.image_tokens
-            counts["longest_images"] = max(counts["longest_images"], example.image_tokens)
+        if trained and isinstance(example, MediaExample):
+            counts["media"] += len(example.media)
+            counts["media_tokens"] += example.media_tokens
+            counts["longest_media"] = max(counts["longest_media"], example.media_tokens)
     return trained
 
 
 def _table(
-    pieces: list[Piece], desirable: dict[int, bool], with_images: bool = False
+    pieces: list[Piece], desirable: dict[int, bool], with_media: bool = False
 ) -> pyarrow.Table:
     """Make the table of tokenized examples.
 
@@ -251,7 +249,7 @@ def _table(
         pieces: the rows.
         desirable: index of a sample -> its label, for completions with one. Only the first piece of
             the sample gets it: the second one has another completion.
-        with_images: the table has the columns of IMAGE_FEATURES.
+        with_media: the table has the columns of MEDIA_FEATURES.
     """
     encoded = [piece.encoded for piece in pieces]
     lengths = [len(piece.input_ids) for piece in encoded]
@@ -270,11 +268,11 @@ def _table(
             desirable.get(piece.sample) if piece.position == 0 else None for piece in pieces
         ],
     }
-    if not with_images:
+    if not with_media:
         return pyarrow.table(columns, schema=FEATURES.arrow_schema)
     columns["text"] = [piece.text for piece in encoded]
-    columns["images"] = [list(piece.images) or None for piece in encoded]
-    return pyarrow.table(columns, schema=IMAGE_FEATURES.arrow_schema)
+    columns["media"] = [list(piece.media) or None for piece in encoded]
+    return pyarrow.table(columns, schema=MEDIA_FEATURES.arrow_schema)
 
 
 def _of_each_response(
@@ -297,21 +295,6 @@ def _of_each_response(
         )
     parts = encoder.piece_rows(chat, sample)
     return [examples_of(part, "messages", encoder) for part in parts]
-
-
-def removed_for_image(folder: Path, store: ImageStore) -> bool:
-    """Delete tokenized samples if one needs an image of the cache that is corrupted or missing, and
-    return whether it is so. Tokenizing again writes the image again."""
-    for file in sorted(folder.glob("*.arrow")):
-        table = Dataset.from_file(str(file)).data
-        references = table["images"].combine_chunks().flatten().unique().to_pylist()
-        for reference in references:
-            path = Path(reference.partition(" ")[2])
-            if store.is_corrupted(path):
-                log.warning(f"{path}: corrupted or missing. The samples are tokenized again.")
-                shutil.rmtree(folder, ignore_errors=True)
-                return True
-    return False
 
 
 def encode_chunks(
@@ -417,10 +400,10 @@ class SplitWriter:
         self.first_tools: list[dict[str, Any]] | None = None
         self._encoder = encoder
         self._checksums = [xxhash.xxh3_128() for _ in range(3)]
-        self._with_images = encoder.images is not None
-        features = IMAGE_FEATURES if self._with_images else FEATURES
+        self._with_media = encoder.media is not None
+        features = MEDIA_FEATURES if self._with_media else FEATURES
         self._writer = ArrowWriter(path=str(path), features=features)
-        if self._with_images:
+        if self._with_media:
             self._checksums.append(xxhash.xxh3_128())
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> numpy.ndarray:
@@ -442,7 +425,7 @@ class SplitWriter:
             first_kept = encoded.sample_of_piece[kept][0]
             place, packed = chunk[first_kept]
             sample, sample_format = pickle.loads(packed)
-            if self._with_images:
+            if self._with_media:
                 sample = located(sample, place)
             content = self._encoder.read(sample, sample_format)
             if isinstance(content, list):
@@ -456,8 +439,8 @@ class SplitWriter:
         self.statistics.desirable += int(desirable.sum())
         self.statistics.undesirable += int(len(desirable) - desirable.sum())
         checked = [lengths, input_ids, numpy.append(labels, desirable)]
-        if self._with_images:
-            references = table["images"].combine_chunks().flatten().to_pylist()
+        if self._with_media:
+            references = table["media"].combine_chunks().flatten().to_pylist()
             checked.append(numpy.frombuffer(checksums_of(references), numpy.uint8))
         for checksum, array in zip(self._checksums, checked, strict=True):
             checksum.update(numpy.ascontiguousarray(array).data)
@@ -542,7 +525,7 @@ class BadSamples:
 
 
 def _kind(message: str) -> str:
-    """Return the message of a bad sample without its numbers and paths of images, shortened, so that
+    """Return the message of a bad sample without its numbers and paths, shortened, so that
     equal faults can be counted."""
     without_paths = re.sub(r"(?<!\S)/\S+", "FILE", message)
     without_numbers = re.sub(r"(?<!UTF-)\d+", "N", without_paths)

@@ -30,7 +30,6 @@ from llama_ft.models.computing.chunked_loss import (
     token_loss,
 )
 from llama_ft.runtime import Ranks, current_target, sent
-from llama_ft.training.image_inputs import image_arguments
 from llama_ft.training.objectives.first_pass import FirstPass
 
 PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
@@ -239,8 +238,8 @@ def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[
         mask = batch.attention_mask.bool()
         is_full = bool(mask.all())  # asked on the host, where it does not wait for the device
         layout = {"attention_mask": marked(sent(mask, device), needs_no_mask=is_full)}
-    if batch.images is not None:
-        layout |= image_arguments(built, batch, lengths, device)
+    if batch.media is not None:
+        layout |= batch.media.arguments(built.model, batch, lengths, device)
     return {
         "input_ids": sent(input_ids, device),
         "use_cache": False,
@@ -307,9 +306,9 @@ def _filled_up(built: BuiltModel, batch: Batch) -> tuple[torch.Tensor, list[int]
     is_too_long = missing > max(lengths)
     if missing == 0 or is_too_long or built.router_coefficient:
         return input_ids, lengths
-    # Any text will do. Tokens of images, which are never in the loss, would lack their pixels.
+    # Any text will do. Tokens of media, which are never in the loss, would lack their tensors.
     added = input_ids[:, :missing]
-    if batch.images is not None:
+    if batch.media is not None:
         text = input_ids[batch.labels != IGNORED]
         if not len(text):  # the filler, which ends with text
             text = input_ids[0]

@@ -30,11 +30,11 @@ from llama_ft.config import Config, needs_first_pass
 from llama_ft.config.objectives import REFERENCE
 from llama_ft.data import (
     Batch,
-    collate,
     evaluation_batches,
     example_lengths,
     group_size,
 )
+from llama_ft.data.read.media import KIND
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters.lora import adapter_off
@@ -97,23 +97,23 @@ def score_examples(built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tenso
 
 
 def example_keys(batch: Batch) -> numpy.ndarray:
-    """Return a hash of each example's tokens, labels and images, int64 [examples], without the filler
-    of a batch that has no sample or no image. Among a million different examples, two have the same
+    """Return a hash of each example's tokens, labels and media, int64 [examples], without the filler
+    of a batch that has no sample or no media. Among a million different examples, two have the same
     hash with a probability of 3e-8."""
     count = len(batch.locations)
-    images = [b""] * count
-    if batch.images is not None:
-        images = batch.images.checksums[:count]
+    media = [b""] * count
+    if batch.media is not None:
+        media = batch.media.checksums[:count]
     keys = []
-    for (ids, labels), checksums in zip(batch.examples()[:count], images, strict=True):
+    for (ids, labels), checksums in zip(batch.examples()[:count], media, strict=True):
         keys.append(example_key(ids.numpy(), labels.numpy(), checksums))
     return numpy.array(keys, numpy.int64)
 
 
-def example_key(input_ids: numpy.ndarray, labels: numpy.ndarray, images: bytes = b"") -> int:
+def example_key(input_ids: numpy.ndarray, labels: numpy.ndarray, media: bytes = b"") -> int:
     """Return a hash of the tokens and labels of an example, both int64 [tokens], and of the checksums
-    of its images. The first label is not hashed: no position predicts it."""
-    content = input_ids.tobytes() + labels[1:].tobytes() + images
+    of its media. The first label is not hashed: no position predicts it."""
+    content = input_ids.tobytes() + labels[1:].tobytes() + media
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -269,9 +269,9 @@ class ReferencePass(FirstPass):
     ) -> None:
         """See `FirstPass`. Without --reference_model only a resumed run finds its numbers here."""
         self._inputs = inputs
-        if self.name is not None and inputs.dataset.images is not None:
+        if self.name is not None and inputs.dataset.media is not None:
             raise UserError(
-                "--reference_model: not supported if samples have images. Leave it out: the reference "
+                f"--reference_model: not supported if samples have {KIND}. Leave it out: the reference "
                 "is then the model before training."
             )
         self._fingerprint = dict[str, Any](inputs.dataset.fingerprints())
@@ -362,4 +362,4 @@ def scored_batches(inputs: PassInputs) -> Iterator[Batch]:
             # one example of each sample at a time: KTO's training holds no more
             for place in range(group):
                 chosen = indices[place::group]
-                yield collate(samples, chosen, layout.pad_token_id, layout.is_packed, layout.images)
+                yield layout.collate(samples, chosen)

@@ -292,7 +292,7 @@ class TeacherPass(FirstPass):
         layout = self.inputs.layout
         ranks = self.inputs.ranks
         for indices in evaluation_batches(example_lengths(samples), layout):
-            batch = collate(samples, indices, layout.pad_token_id, layout.is_packed)
+            batch = layout.collate(samples, indices)
             token_ids, log_probabilities = self.compute(built, batch, ranks)
             numbers = token_ids.to(torch.int32).cpu().numpy(), log_probabilities.cpu().numpy()
             yield ranks.gather((indices, *numbers))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoTokenizer
 
 from llama_ft.config import DataConfig
-from llama_ft.data import DataRequest, TokenizedData, collate, load_processor, prepare
+from llama_ft.data import DataRequest, TokenizedData, collate, load_media, prepare
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, use_packed_attention
 from llama_ft.runtime import Ranks
@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokenized(folder: Path, file: Path | None = None, length: int = 256) -> TokenizedData:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    load = partial(load_processor, folder, AutoConfig.from_pretrained(folder), tokenizer)
-    request = DataRequest(context_length=length, want_validation=False, load_processor=load)
+    load = partial(load_media, folder, AutoConfig.from_pretrained(folder), tokenizer, False)
+    request = DataRequest(context_length=length, want_validation=False, load_media=load)
     config = DataConfig(dataset=str(file or write_samples(folder.parent / "data")))
     return prepare(config, tokenizer, request, cache=folder.parent / "cache")
 
@@ -51,7 +51,7 @@ def test_attention_within_images_runs_per_sample(
     built = BuiltModel(model_of(folder), image_parts=PARTS)
     mixers = built.mixers = use_packed_attention(built)
     fully_shard(built.model, mesh=runtime.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-    check = partial(check_packing, built, data.train, 256, dtype, runtime, data.images)
+    check = partial(check_packing, built, data.train, 256, dtype, runtime, data.media)
     with monkeypatch.context() as without:
         without.setattr(mixers, "run_more_per_sample", lambda: False)
         with pytest.raises(UserError, match="does not keep packed samples apart"):
@@ -91,7 +91,7 @@ def test_a_packed_sequence_may_end_with_an_image(
     expected = torch.nn.functional.cross_entropy(logits, labels[1:length], reduction="sum")
     data = tokenized(folder, file, length)
     assert data.train is not None
-    packed = collate(data.train, [0], 0, is_packed=True, images=data.images)
+    packed = collate(data.train, [0], 0, is_packed=True, media=data.media)
     assert packed.tokens == length
     parts = [name for name, _ in model.model.named_children() if name != "language_model"]
     built = BuiltModel(model, image_parts=[f"model.{name}" for name in parts])

@@ -24,13 +24,13 @@ from transformers import AutoConfig, AutoTokenizer
 
 from llama_ft import models
 from llama_ft.config import DataConfig
-from llama_ft.data import TokenizedData, load_processor, prepare
+from llama_ft.data import TokenizedData, load_media, prepare
 from llama_ft.data.batches.sampler import collate
-from llama_ft.data.images.image_files import read_image
-from llama_ft.data.images.image_parts import ImageStore
 from llama_ft.data.prepare import DataRequest
 from llama_ft.data.tokenize.tokenize_files import chunks_of, encode_chunk
 from llama_ft.errors import UserError
+from llama_ft.extensions.images.image_files import read_image
+from llama_ft.extensions.images.image_parts import ImageStore
 
 TOKEN = IDS["<|image_pad|>"]
 
@@ -46,9 +46,9 @@ def prepared(
     config = AutoConfig.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     no_images = models.why_no_images(config)
-    loader = None if no_images else partial(load_processor, model, config, tokenizer)
+    loader = None if no_images else partial(load_media, model, config, tokenizer, False)
     request = DataRequest(
-        context_length=length, want_validation=False, load_processor=loader, no_images=no_images
+        context_length=length, want_validation=False, load_media=loader, no_media=no_images
     )
     return prepare(DataConfig(dataset=str(dataset), **settings), tokenizer, request, cache=cache)
 
@@ -103,8 +103,8 @@ def test_all_forms_of_an_image_become_the_same_tokens_and_pixels(
         assert train is not None
         assert train[0]["input_ids"] == expected["input_ids"][0].tolist()
         assert train[0]["labels"] == labels.tolist()
-        checksum, _, path = train[0]["images"][0].partition(" ")
-        assert checksum == tokens[0][0]["images"][0].partition(" ")[0]
+        checksum, _, path = train[0]["media"][0].partition(" ")
+        assert checksum == tokens[0][0]["media"][0].partition(" ")[0]
         assert Path(path).read_bytes() == content
 
 
@@ -114,19 +114,19 @@ def test_batches_have_the_pixels_of_the_plain_processor(model: Path, tmp_path: P
     samples = [chat("0.png", "1.png"), chat(("Hello",)), chat(("See",), "2.png")]
     data = prepared(model, write_jsonl(tmp_path / "a.jsonl", samples), tmp_path / "cache")
     assert data.train is not None
-    batch = collate(data.train, [0, 1, 2], 0, images=data.images)
+    batch = collate(data.train, [0, 1, 2], 0, media=data.media)
     pixels = []
     for sample in samples:
         inputs, _ = plain_inputs(plain_processor(model), tmp_path, sample)
         pixels += [inputs["pixel_values"]] if "pixel_values" in inputs else []
-    assert batch.images is not None
-    assert torch.equal(batch.images.others["pixel_values"], torch.cat(pixels))
-    assert data.report.train.images == 3
+    assert batch.media is not None
+    assert torch.equal(batch.media.others["pixel_values"], torch.cat(pixels))
+    assert data.report.train.media == 3
     image_tokens = int((batch.input_ids == TOKEN).sum())
-    assert data.report.train.image_tokens == image_tokens
+    assert data.report.train.media_tokens == image_tokens
     # a batch without an image ends with one that has no labels
-    batch = collate(data.train, [1], 0, images=data.images)
-    assert batch.images is not None
+    batch = collate(data.train, [1], 0, media=data.media)
+    assert batch.media is not None
     assert len(batch.input_ids) == 2
     assert (batch.labels[1] == -100).all()
 
@@ -329,7 +329,7 @@ def test_marks_without_a_column_are_a_warning(model: Path, tmp_path: Path) -> No
     write_image(tmp_path / "a.png", 60, 40, 1)
     data = write_jsonl(tmp_path / "a.jsonl", rows)
     read = prepared(model, data, tmp_path / "cache")
-    assert read.images is None
+    assert read.media is None
     [warning] = read.warnings
     assert warning.startswith("1 sample: a text has <image>, and the sample has no image")
     assert "name it: --columns images=NAME" in warning and f"(first: {data}:1)" in warning
@@ -351,7 +351,7 @@ def test_marks_without_a_column_are_a_warning(model: Path, tmp_path: Path) -> No
     one = [{"role": "user", "content": "<image>"}, marks[1]]
     named = write_jsonl(tmp_path / "b.jsonl", [{"messages": one, "picture": "a.png"}])
     read = prepared(model, named, tmp_path / "cache", columns=["images=picture"])
-    assert read.report.train.images == 1
+    assert read.report.train.media == 1
 
 
 def test_equal_faults_of_different_files_are_counted_together(model: Path, tmp_path: Path) -> None:
@@ -400,10 +400,10 @@ def test_images_of_all_modes_are_read_as_8_bit_rgb_upright(
     data = write_jsonl(tmp_path / "a.jsonl", [chat("changed")])
     read = prepared(model, data, tmp_path / "cache")
     assert read.train is not None
-    batch = collate(read.train, [0], 0, images=read.images)
+    batch = collate(read.train, [0], 0, media=read.media)
     expected, _ = plain_inputs(plain_processor(model), tmp_path, chat("plain.png"))
-    assert batch.images is not None
-    assert torch.equal(batch.images.others["pixel_values"], expected["pixel_values"])
+    assert batch.media is not None
+    assert torch.equal(batch.media.others["pixel_values"], expected["pixel_values"])
 
 
 def test_memory_does_not_hold_a_file_that_is_larger_than_its_image(tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_a_stream_takes_images_of_files_only(model: Path, tmp_path: Path) -> Non
     source, encoder, examples = stream
     [chunk] = chunks_of(source, "messages")
     read = encode_chunk(chunk, encoder, examples)
-    assert read.table["images"].to_pylist()[0][0].endswith("a.png")
+    assert read.table["media"].to_pylist()[0][0].endswith("a.png")
     assert len(read.problems) == 1
     assert "a.jsonl:2: its image is in the data itself, which --streaming" in read.problems[0]
 
@@ -537,7 +537,7 @@ def test_the_example_draws_the_same_charts_again_and_they_are_read(
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
     data = tmp_path / "charts" / "train.jsonl"
     drawn = prepared(model, data, tmp_path / "cache", length=2048)
-    assert drawn.report.train.samples == drawn.report.train.images == 54
+    assert drawn.report.train.samples == drawn.report.train.media == 54
     assert drawn.report.train.duplicates == 0, "pixels differ, and tokens do not"
     answers = [json.loads(line)["messages"][1]["content"] for line in data.open()]
     assert len(set(answers)) > 20

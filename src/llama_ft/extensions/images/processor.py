@@ -17,50 +17,46 @@ other ranks wait.
 """
 
 import json
-import sys
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoImageProcessor
-from transformers.models.auto.processing_auto import (
-    PROCESSOR_MAPPING_NAMES,
-    processor_class_from_name,
-)
 
-from llama_ft.config import DataConfig
+from llama_ft.config import Config
 from llama_ft.data.chat.chat_template import Span, render_chat, template_for
-from llama_ft.data.chat.expansion import Expansion, placeholder_of, without_spans
 from llama_ft.data.chat.loss_mask import RenderedChat
-from llama_ft.data.images import cross_attention
-from llama_ft.data.images.image_files import read_image
-from llama_ft.data.images.image_parts import ImageStore, have_images, image_paths
-from llama_ft.data.read.formats import BadSample, ImagePart, Message
-from llama_ft.data.read.sources import SAMPLES_LOOKED_AT, Source
-from llama_ft.errors import RunFailure, UserError, reason
+from llama_ft.data.media import MediaExample, MediaPrompt, checksums_of
+from llama_ft.data.read.formats import BadSample, Message, Sample, SampleFormat
+from llama_ft.data.read.media import MediaPart, media_paths
+from llama_ft.data.tokenize.encoder import Encoder, tokens_of_spans
+from llama_ft.data.tokenize.statistics import SplitStatistics
+from llama_ft.errors import RunFailure, UserError, plural, reason
+from llama_ft.extensions.images import cross_attention
+from llama_ft.extensions.images.compare import ImageSamples
+from llama_ft.extensions.images.expansion import Expansion, placeholder_of, without_spans
+from llama_ft.extensions.images.image_files import read_image
+from llama_ft.extensions.images.image_inputs import ImageTensors, taken_arguments
+from llama_ft.extensions.images.image_parts import ImageStore, with_absolute_paths, with_image_parts
+from llama_ft.extensions.images.image_prompts import image_prompt, prompt_tensors
+from llama_ft.extensions.images.planned_images import PlannedImages
+from llama_ft.models import BuiltModel
+from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:  # PIL is imported for images only: not every environment has it
     from PIL import Image
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 FILLER_SIDE = 64  # pixels
-# Settings of image processors that enlarge a smaller image, in pixels of a side or of the image
-SMALLEST_SIZES = ("height", "width", "shortest_edge", "min_pixels")
-MOST_PIXELS = 10**8
+# files that determine the tokens
+CODE = ("expansion.py", "image_parts.py", "load_processor.py", "processor.py")
 DECODERS = 4  # threads that decode images of a micro-batch
-FILES_WITH_CLASS = (
-    "processor_config.json",
-    "preprocessor_config.json",
-    "tokenizer_config.json",
-    "config.json",
-)
 # of processors, if text and images do not fit, or an image has an odd size
 PROCESSOR_ERRORS = (
     ValueError,
@@ -78,163 +74,13 @@ REPLACEMENTS = {"return_text_replacement_offsets": True}
 TEXT_OUTPUTS = {"input_ids", "attention_mask", "text_replacement_offsets"}
 
 
-def load_processor(
-    folder: Path,
-    model_config: "PretrainedConfig",
-    tokenizer: "PreTrainedTokenizerBase",
-    trust_remote_code: bool = False,
-) -> Any:
-    """Return the processor of a model's directory with this tokenizer. Code of the directory's own
-    image processor runs only with `trust_remote_code`.
-
-    It is AutoProcessor's class and settings, with two differences. Images are read and resized by
-    PIL, also if torchvision is installed, so that pixels do not depend on the machine. And there is
-    no video processor: those of Qwen-VL and others need torchvision.
-
-    Raises:
-        UserError: the directory has no processor, or it cannot be used.
-    """
-    try:
-        kind: Any = _processor_class(_class_name(folder, model_config))
-        module = sys.modules[kind.__module__]
-        if vars(module).get("num2words", str) is None:
-            module.num2words = str  # type: ignore[attr-defined]  # SmolVLM calls it for videos only
-
-        class ImagesOnly(kind):
-            @classmethod
-            def get_attributes(cls) -> Any:
-                return kind.get_attributes()
-
-            @classmethod
-            def _get_arguments_from_pretrained(cls, name: str, *_: Any, **__: Any) -> list[Any]:
-                images = AutoImageProcessor.from_pretrained(
-                    name, backend="pil", trust_remote_code=trust_remote_code
-                )
-                _check_sizes(images.to_dict())
-                parts = {"tokenizer": tokenizer, "image_processor": images}
-                return [parts.get(attribute) for attribute in cls.get_attributes()]
-
-            def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-                if argument is None:
-                    return None
-                return super().check_argument_for_proper_class(name, argument)
-
-        return ImagesOnly.from_pretrained(folder)
-    # Transformers raises many classes here, with one meaning for the user
-    except Exception as error:
-        files = [name for name in FILES_WITH_CLASS[:2] if (folder / name).is_file()]
-        expected = "" if files else f"\nExpected {' or '.join(FILES_WITH_CLASS[:2])}."
-        raise UserError(
-            f"{folder}: samples have images, and the processor of this model cannot be used "
-            f"({reason(error)}).{expected}"
-        ) from error
-
-
-def _check_sizes(settings: dict[str, Any]) -> None:
-    """Raise ValueError if an image processor would enlarge every image to more than MOST_PIXELS,
-    which takes hours or all memory."""
-    for group in (settings, *(part for part in settings.values() if isinstance(part, dict))):
-        for name in SMALLEST_SIZES:
-            value = group.get(name)
-            if isinstance(value, int | float) and value > MOST_PIXELS:
-                raise ValueError(
-                    f"{name} of its images is {value:,}; expected at most {MOST_PIXELS:,}"
-                )
-
-
-def _class_name(folder: Path, model_config: "PretrainedConfig") -> str:
-    """Return the name of the processor's class, found as AutoProcessor finds it."""
-    for name in FILES_WITH_CLASS:
-        file = folder / name
-        if file.is_file():
-            found = json.loads(file.read_text()).get("processor_class")
-            if found:
-                return str(found)
-    known = PROCESSOR_MAPPING_NAMES.get(model_config.model_type)
-    if known is None:
-        raise ValueError(f"no processor is known for model_type {model_config.model_type}")
-    return str(known)
-
-
-def _processor_class(name: str) -> Any:
-    """Return a processor's class.
-
-    Without torchvision, Transformers has only a placeholder for Pixtral's, because its file imports one
-    function of a file that imports torchvision. The file for PIL has that function, too.
-    """
-    kind: Any = processor_class_from_name(name)
-    if kind is None:
-        raise ValueError("Transformers does not have its class")
-    if kind.__module__ in sys.modules:
-        return kind
-    for model_type, known in PROCESSOR_MAPPING_NAMES.items():
-        package = f"transformers.models.{model_type}"
-        if known != name or find_spec(f"{package}.image_processing_pil_{model_type}") is None:
-            continue
-        with_torchvision = f"{package}.image_processing_{model_type}"
-        sys.modules[with_torchvision] = import_module(
-            f"{package}.image_processing_pil_{model_type}"
-        )
-        try:
-            return getattr(import_module(f"{package}.processing_{model_type}"), name)
-        finally:
-            del sys.modules[with_torchvision]
-    raise ValueError(f"{name} needs torchvision")
-
-
-class ImageExample(tuple[list[int], list[int]]):
-    """Tokens and labels of a sample with images, and what its pixels are made from.
-
-    Attributes:
-        text: the rendered chat with one mark per image, as the processor takes it.
-        images: a checksum and the path of each image, with a space between.
-        image_tokens: number of tokens that stand for images.
-        end_of_images: number of tokens up to the last one that stands for an image.
-    """
-
-    text: str
-    images: list[str]
-    image_tokens: int
-    end_of_images: int
-
-    @classmethod
-    def of(
-        cls,
-        input_ids: list[int],
-        labels: list[int],
-        *,
-        text: str,
-        images: list[str],
-        image_tokens: int,
-        end_of_images: int,
-    ) -> "ImageExample":
-        example = cls((input_ids, labels))
-        example.text = text
-        example.images = images
-        example.image_tokens = image_tokens
-        example.end_of_images = end_of_images
-        return example
-
-
 class ExpandedChat(NamedTuple):
     """A chat in which images have their tokens."""
 
     chat: RenderedChat
     inserted: list[Span]  # characters that stand for images
     input_ids: list[int]  # as the processor tokenizes it
-    references: list[str]  # see `ImageExample.images`
-
-
-@dataclass(frozen=True)
-class ImageTensors:
-    """What a processor makes of a micro-batch, in addition to tokens, by its own names."""
-
-    # int64, with the shape of the batch's input_ids: which tokens stand for images
-    per_token: dict[str, torch.Tensor]
-    # pixels, and numbers per image
-    others: dict[str, torch.Tensor]
-    # of the images of each example; empty of one without images
-    checksums: list[bytes] = field(default_factory=list)
+    references: list[str]  # see `MediaExample.media`
 
 
 class _Filler(NamedTuple):
@@ -257,9 +103,9 @@ class Images:
         self._processor = processor
         self._max_pixels = max_pixels
 
-    def with_store(self, store: ImageStore) -> "Images":
-        """Return the same reader of images with another store."""
-        return Images(self._processor, store, self._max_pixels)
+    def in_cache(self, cache: Path, is_full: bool) -> "Images":
+        """Return the same reader with the files of another cache."""
+        return Images(self._processor, ImageStore(cache, is_full), self._max_pixels)
 
     @property
     def chat_template(self) -> Any:
@@ -271,6 +117,11 @@ class Images:
         """A text that changes with everything that determines an image's tokens."""
         settings = {**self._processor.to_dict(), "processor_class": self._class_name}
         return f"{json.dumps(settings, sort_keys=True, default=str)} {self._max_pixels}"
+
+    @property
+    def code(self) -> list[Path]:
+        """The files of code that determine them, too."""
+        return [Path(__file__).with_name(name) for name in CODE]
 
     @property
     def by_cross_attention(self) -> bool:
@@ -285,6 +136,32 @@ class Images:
     @property
     def _class_name(self) -> str:
         return type(self._processor).__mro__[1].__name__
+
+    def check_settings(self, config: Config) -> None:
+        """Raise a UserError for settings that are not supported with images."""
+        if config.model.compile or config.model.use_liger is True:
+            raise UserError(
+                "--compile and --use_liger: not supported if samples have images. Set both to false."
+            )
+        if self.by_cross_attention and config.data.batching_strategy == "packing":
+            raise UserError(
+                "--batching_strategy packing: this model sees images by cross attention, and its samples "
+                "cannot be packed.\nUse --batching_strategy padding."
+            )
+        if config.fsdp.enable_fsdp and config.fsdp.fsdp_wrap_policy == "size":
+            raise UserError(
+                "--fsdp_wrap_policy size: not supported if samples have images. Use hybrid."
+            )
+
+    def with_parts(self, sample: Sample, sample_format: SampleFormat) -> Sample:
+        """Return a sample whose images are parts of its messages, see `with_image_parts`."""
+        return with_image_parts(sample, sample_format, self.store)
+
+    def with_absolute_paths(
+        self, sample: Sample, folder: str, columns: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return a sample whose images have absolute paths, see the function."""
+        return with_absolute_paths(sample, folder, columns)
 
     def check(self) -> None:
         """Run the processor on one image.
@@ -320,7 +197,7 @@ class Images:
         """
         images = []
         references = []
-        paths = image_paths(messages)
+        paths = media_paths(messages)
         for path in paths:
             image, checksum = self._open(path)
             images.append(image)
@@ -351,6 +228,34 @@ class Images:
         )
         return ExpandedChat(expanded, inserted, input_ids, references)
 
+    def tokenize(
+        self, chat: RenderedChat, messages: list[Message], encoder: Encoder
+    ) -> MediaExample:
+        """Tokenize a chat with images, whose tokens are never in the loss."""
+        expanded = self.expand(chat, messages)
+        input_ids, labels = encoder.tokenize_chat(expanded.chat)
+        if input_ids != expanded.input_ids:
+            raise BadSample(
+                "its prompt and response share a token, and the model's processor tokenizes them "
+                "together; use another chat template (--chat_template)."
+            )
+        text = expanded.chat.text
+        backend = encoder.tokenizer.backend_tokenizer
+        offsets = backend.encode(text, add_special_tokens=False).offsets
+        ranges = tokens_of_spans(text, offsets, expanded.inserted)
+        image_tokens = sum(last - first for first, last in ranges)
+        end = ranges[-1][1]
+        whole = len(input_ids)
+        keeps_images = whole <= encoder.context_length or encoder.truncation == "drop"
+        keeps_images |= encoder.truncation == "right" and end <= encoder.context_length
+        if not keeps_images:
+            raise BadSample(
+                f"it has {whole:,} tokens, {image_tokens:,} of them for {plural(len(ranges), 'image')}, and "
+                f"truncation to --context_length {encoder.context_length} would cut an image. Raise it, "
+                "or set --max_pixels."
+            )
+        return MediaExample.of((input_ids, labels), chat.text, expanded.references, image_tokens)
+
     def check_text(self, input_ids: list[int]) -> None:
         """Raise BadSample if a text without images has a token that stands for an image: the model
         would look for its pixels."""
@@ -366,28 +271,14 @@ class Images:
         self,
         samples: list[torch.Tensor],
         texts: list[str | None],
-        references: list[list[str] | None],
+        media: list[list[str] | None],
         locations: Sequence[str],
         is_packed: bool,
-    ) -> tuple[list[torch.Tensor], "ImageTensors"]:
-        """Make the tensors of a micro-batch.
-
-        Args:
-            samples: tokens of each sample, int64 [tokens].
-            texts, references: of samples with images, else None; see `ImageExample`.
-            locations: place of each sample, for messages.
-            is_packed: the examples become one sequence; else a padded batch.
-
-        Returns:
-            The tokens of all examples, which are the samples, and the filler if none has an image;
-            and the tensors.
-
-        Raises:
-            RunFailure: an image has changed since it was tokenized.
-        """
+    ) -> tuple[list[torch.Tensor], ImageTensors]:
+        """Make the tensors of a micro-batch, see `Media.tensors`. The filler is a grey image."""
         chosen = [number for number, text in enumerate(texts) if text is not None]
         if chosen:
-            paths = [references[number] or [] for number in chosen]
+            paths = [media[number] or [] for number in chosen]
             images = self._open_all(paths, [locations[number] for number in chosen])
             output = self._run([texts[number] for number in chosen], images, "pt")
         else:
@@ -422,12 +313,10 @@ class Images:
                 joined[name] = torch.cat(values).unsqueeze(0)
             else:
                 joined[name] = pad_sequence(values, batch_first=True)
-        checksums = [checksums_of(paths or ()) for paths in references]
+        checksums = [checksums_of(paths or ()) for paths in media]
         return samples, ImageTensors(joined, others, checksums)
 
-    def assumed(
-        self, side: int, count: int, examples: int
-    ) -> tuple[list[list[int]], "ImageTensors"]:
+    def assumed(self, side: int, count: int, examples: int) -> tuple[list[list[int]], ImageTensors]:
         """Return the tokens and tensors of examples that are a message with `count` square images, for
         a plan. `side`: in pixels, before max_pixels."""
         if self._max_pixels is not None:
@@ -444,13 +333,51 @@ class Images:
             others,
         )
 
+    def remove_incomplete(self, folder: Path) -> bool:
+        """Delete tokenized samples if one needs an image of the cache that is corrupted or missing."""
+        for file in sorted(folder.glob("*.arrow")):
+            table = Dataset.from_file(str(file)).data
+            references = table["media"].combine_chunks().flatten().unique().to_pylist()
+            for reference in references:
+                path = Path(reference.partition(" ")[2])
+                if self.store.is_corrupted(path):
+                    log.warning(f"{path}: corrupted or missing. The samples are tokenized again.")
+                    shutil.rmtree(folder, ignore_errors=True)
+                    return True
+        return False
+
+    def prompt(self, text: str, messages: list[Message]) -> MediaPrompt:
+        """Return the tokens of a chat with images, see `image_prompt`."""
+        return image_prompt(self, text, messages)
+
+    def prompt_arguments(
+        self, model: nn.Module, prompts: list[list[int]]
+    ) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+        """Return prompts and the further arguments of `generate`, see `Media.prompt_arguments`."""
+        has_images = any(isinstance(prompt, MediaPrompt) for prompt in prompts)
+        if not has_images and dist.get_world_size() == 1:
+            return prompts, {}
+        taken = taken_arguments(model)
+        prompts, tensors = prompt_tensors(self, prompts)
+        return prompts, {name: values for name, values in tensors.items() if name in taken}
+
+    def samples_to_compare(
+        self, built: BuiltModel, samples: Dataset, device: torch.device
+    ) -> ImageSamples:
+        """Return samples with images for `check_packing`."""
+        return ImageSamples(built, samples, self, device)
+
+    def planned(self, train: SplitStatistics, is_packed: bool) -> PlannedImages:
+        """Return the images of a planned micro-batch of such samples."""
+        return PlannedImages.of(train, is_packed)
+
     @cached_property
     def _filler_text(self) -> str:
         return self._text_with(1)
 
     def _text_with(self, count: int) -> str:
         tokenizer = self._processor.tokenizer
-        content = [*[ImagePart("")] * count, {"type": "text", "text": "."}]
+        content = [*[MediaPart("")] * count, {"type": "text", "text": "."}]
         text, _ = render_chat(
             template_for(tokenizer, None),
             tokenizer.special_tokens_map,
@@ -564,28 +491,3 @@ def _grey_image(side: int = FILLER_SIDE) -> "Image.Image":
 
     gradient = Image.linear_gradient("L").resize((side, side))
     return gradient.convert("RGB")
-
-
-def checksums_of(references: Sequence[str]) -> bytes:
-    """Return the checksums of images, without their paths: a run may resume with its data in another
-    directory."""
-    return "".join(reference.partition(" ")[0] for reference in references).encode()
-
-
-def open_images(
-    sources: Sequence[Source],
-    config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    load_processor: Callable[[], Any],
-    cache: Path,
-) -> tuple[Images | None, str]:
-    """Load the model's processor if one of the first samples has an image; else say why images are
-    not supported. The processor's chat template is the tokenizer's, if the tokenizer has none."""
-    parts = [part for source in sources for part in source.parts or (source,)]
-    if not any(have_images(part.first_samples) for part in parts):
-        return None, f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
-    store = ImageStore(cache, is_full=config.streaming)
-    images = Images(load_processor(), store, config.max_pixels)
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = images.chat_template
-    return images, ""

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,32 +26,27 @@ from typing import Any
 import xxhash
 
 from llama_ft.data.read.formats import (
-    COLUMNS,
-    MESSAGES,
     PREFERENCE,
     ROLES,
     BadSample,
-    ImagePart,
-    Message,
     Sample,
     SampleFormat,
     expect,
-    has_images,
+)
+from llama_ft.data.read.media import (
+    COLUMNS,
+    FOLDER,
+    MARK,
+    MESSAGES,
+    MediaPart,
+    has_media,
+    have_media,
+    is_media,
 )
 
-MARK = "<image>"
-PART_TYPES = ("image", "image_url")
 # keys of a part that hold the image, as TRL, OpenAI and Transformers name them
 KEYS = ("image", "image_url", "path", "url", "base64")
-FOLDER = "\0folder"  # key of a sample that is being read: the directory of its data file
-# the file in a place such as `my.jsonl:381` or `my.parquet row 3`
-FILE_OF_PLACE = re.compile(r"(.*?)(?::\d+| row \d+)(?:, .*)?")
 EXPECTED = 'a path, base64, a data: URL, or {"bytes", "path"}'
-
-
-def have_images(samples: Iterable[Sample]) -> bool:
-    """Return whether one of the samples has an image in a column or a content part."""
-    return any(_has_image(sample) for sample in samples)
 
 
 def have_marks(samples: Iterable[Sample]) -> bool:
@@ -73,50 +68,6 @@ def _has_mark(message: Any) -> bool:
 
 def _role(message: dict[str, Any]) -> str | None:
     return ROLES.get(str(message.get("role", message.get("from"))))
-
-
-def _has_image(sample: Sample) -> bool:
-    if any(sample.get(column) for column in COLUMNS):
-        return True
-    for column in chain.from_iterable(MESSAGES.values()):
-        messages = sample.get(column)
-        for message in messages if isinstance(messages, list) else []:
-            content = message.get("content") if isinstance(message, dict) else None
-            if isinstance(content, list) and any(map(_is_image, content)):
-                return True
-    return False
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in PART_TYPES
-
-
-def located(sample: Sample, place: str) -> Sample:
-    """Return a sample that knows the directory of its data file."""
-    match = FILE_OF_PLACE.fullmatch(place)
-    return {**sample, FOLDER: os.path.dirname(match[1]) if match else ""}
-
-
-def plain_messages(messages: list[Message]) -> list[Message]:
-    """Return messages whose image parts are plain dicts, as JSON has them."""
-    changed = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            message = {**message, "content": [dict(part) for part in content]}
-        changed.append(message)
-    return changed
-
-
-def image_paths(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the paths of the images in a chat, in order."""
-    paths = []
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            if part.get("type") == "image":
-                paths.append(str(part["image"]))
-    return paths
 
 
 def with_absolute_paths(sample: Sample, folder: str, columns: Iterable[str]) -> dict[str, Any]:
@@ -141,7 +92,7 @@ def _absolute_in_parts(value: Any, folder: str) -> Any:
     if not isinstance(value, dict):
         return value
     changed = {name: _absolute_in_parts(one, folder) for name, one in value.items()}
-    if _is_image(value):
+    if is_media(value):
         changed |= {name: _absolute(value[name], folder) for name in KEYS if name in value}
     return changed
 
@@ -227,7 +178,7 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def with_image_parts(sample: Sample, sample_format: SampleFormat, store: ImageStore) -> Sample:
-    """Return a sample whose images are `ImagePart`s of its messages, with absolute paths. A sample
+    """Return a sample whose images are `MediaPart`s of its messages, with absolute paths. A sample
     without images, or of another format, stays as it is. (An empty column counts if there are marks.)
 
     Raises:
@@ -235,7 +186,7 @@ def with_image_parts(sample: Sample, sample_format: SampleFormat, store: ImageSt
     """
     folder = str(sample.get(FOLDER, ""))
     values = {name: value for name, value in sample.items() if name != FOLDER}
-    is_empty = not _has_image(values)
+    is_empty = not have_media([values])
     has_column = any(name in values for name in COLUMNS)
     if is_empty and not (has_column and have_marks([values])):
         return values
@@ -285,7 +236,7 @@ def _column(sample: Sample) -> tuple[str, list[Any] | None]:
     filled = [name for name in COLUMNS if sample.get(name)]
     if not filled:
         name = "image" if "image" in sample and "images" not in sample else "images"
-        return name, None if _has_image(sample) else []
+        return name, None if have_media([sample]) else []
     if len(filled) > 1:
         raise BadSample('it has both columns "image" and "images"; expected one of them.')
     [name] = filled
@@ -306,12 +257,12 @@ class _Reader:
         self._used = 0
 
     def message(self, message: Any, place: str) -> Any:
-        """Return a message with its images as `ImagePart`s."""
+        """Return a message with its images as `MediaPart`s."""
         if not isinstance(message, dict):
             return message  # the format says what is wrong
         key = "value" if "from" in message else "content"
         content = message.get(key)
-        if isinstance(content, list) and not has_images(content):
+        if isinstance(content, list) and not has_media(content):
             content = list(self._parts(content, f"{place}.{key}"))
         elif isinstance(content, str) and self._images is not None and MARK in content:
             content = list(self._marked(content))
@@ -328,7 +279,7 @@ class _Reader:
 
     def _parts(self, content: list[Any], place: str) -> Iterator[Any]:
         for number, part in enumerate(content):
-            if _is_image(part):
+            if is_media(part):
                 yield self._image(part, f"{place}[{number}]")
             elif isinstance(part, dict):
                 # columnar data have the keys of all parts in each
@@ -347,7 +298,7 @@ class _Reader:
             if piece.strip():
                 yield _text(piece)
 
-    def _image(self, part: dict[str, Any], place: str) -> ImagePart:
+    def _image(self, part: dict[str, Any], place: str) -> MediaPart:
         given = [name for name in KEYS if part.get(name) is not None]
         if not given:
             expect(self._images is not None, place, part, f"an image: {EXPECTED}")
@@ -356,16 +307,16 @@ class _Reader:
         value = part[name]
         if isinstance(value, dict) and "url" in value:
             value = value["url"]
-        return ImagePart(self._path(value, f"{place}.{name}"))
+        return MediaPart(self._path(value, f"{place}.{name}"))
 
-    def _next(self) -> ImagePart:
+    def _next(self) -> MediaPart:
         """Return the next image of the column; behind the last one an empty part, which
         `check_all_used` reports."""
         number = self._used
         self._used += 1
         if self._images is None or number >= len(self._images):
-            return ImagePart("")
-        return ImagePart(self._path(self._images[number], f"{self._column}[{number}]"))
+            return MediaPart("")
+        return MediaPart(self._path(self._images[number], f"{self._column}[{number}]"))
 
     def _path(self, value: Any, place: str) -> str:
         """Return the path of an image's file."""

@@ -3,64 +3,43 @@
 import base64
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from llama_ft.data.chat.loss_mask import RenderedChat
-from llama_ft.data.images import cross_attention
-from llama_ft.data.images.image_parts import image_paths
-from llama_ft.data.images.processor import Images
-from llama_ft.data.read.formats import ImagePart, Message
+from llama_ft.data.media import MediaPrompt
+from llama_ft.data.read.formats import Message
+from llama_ft.data.read.media import media_paths, user_message
+from llama_ft.extensions.images import cross_attention
+
+if TYPE_CHECKING:
+    from llama_ft.extensions.images.processor import Images
 
 THUMBNAIL_SIDE = 240  # pixels of the longer side
 THUMBNAIL_BYTES = 24_000
 QUALITIES = (75, 40, 10)  # of JPEG; the first one that is small enough is taken
 
 
-class ImagePrompt(list[int]):
-    """Token ids of a prompt with images, and what its pixels are made from.
-
-    Attributes:
-        text, references: as `text` and `images` of `processor.ImageExample`. The text may go on after
-            the prompt, if no image follows.
-    """
-
-    def __init__(self, input_ids: Sequence[int], text: str, references: list[str]) -> None:
-        super().__init__(input_ids)
-        self.text = text
-        self.references = references
-
-    @property
-    def paths(self) -> list[str]:
-        """The images' files."""
-        return [reference.partition(" ")[2] for reference in self.references]
-
-
-def user_message(text: str, paths: Sequence[str]) -> Message:
-    """Return a message of the user with images, then a text."""
-    return {"role": "user", "content": [*map(ImagePart, paths), {"type": "text", "text": text}]}
-
-
-def image_prompt(images: Images, text: str, messages: list[Message]) -> ImagePrompt:
+def image_prompt(images: "Images", text: str, messages: list[Message]) -> MediaPrompt:
     """Return the tokens of a chat with images.
 
     Args:
         images: runs the model's processor.
         text: what the chat template writes, up to the place of the answer.
-        messages: of the chat, with their `ImagePart`s.
+        messages: of the chat, with their `MediaPart`s.
 
     Raises:
         BadSample: an image cannot be read, or the template does not write all of them.
     """
     # also of messages that were JSON
-    as_parts = [user_message("", image_paths(messages))]
+    as_parts = [user_message("", media_paths(messages))]
     expanded = images.expand(RenderedChat(text, [], []), as_parts)
-    return ImagePrompt(expanded.input_ids, text, expanded.references)
+    return MediaPrompt(expanded.input_ids, text, expanded.references)
 
 
 def prompt_tensors(
-    images: Images, prompts: Sequence[Sequence[int]]
+    images: "Images", prompts: Sequence[Sequence[int]]
 ) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
     """Return the tokens of prompts, and what the processor makes for them by its own names. Tensors
     with a number per token have padding on the left, as `generate` needs it.
@@ -69,7 +48,7 @@ def prompt_tensors(
     the parts for images.
     """
     texts = [getattr(prompt, "text", None) for prompt in prompts]
-    references = [getattr(prompt, "references", None) for prompt in prompts]
+    references = [getattr(prompt, "media", None) for prompt in prompts]
     places = [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     samples = [torch.tensor(prompt) for prompt in prompts]
     samples, made = images.tensors(samples, texts, references, places, is_packed=False)
@@ -107,10 +86,3 @@ def thumbnail(path: str) -> str:
         if len(url) <= THUMBNAIL_BYTES:
             return url
     return ""
-
-
-def text_of(content: Any) -> str:
-    """Return the text of a message's content, without its images."""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part.get("type") == "text")

@@ -24,19 +24,19 @@ def anonymous_bytes() -> int:
 
 def main(model: Path, file: Path, steps: int, result: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    load = partial(data.load_processor, model, AutoConfig.from_pretrained(model), tokenizer)
+    load = partial(data.load_media, model, AutoConfig.from_pretrained(model), tokenizer, False)
     with runtime.start("cpu", 1, False, None, 60) as ranks:
         config = DataConfig(
             dataset=str(file), streaming=True, batching_strategy="padding", shuffle_buffer=256
         )
         request = data.DataRequest(
-            context_length=200, want_validation=False, load_processor=load, no_images=""
+            context_length=200, want_validation=False, load_media=load, no_media=""
         )
         tokenized = data.prepare(config, tokenizer, request, cache=file.parent / "cache")
         whole = Config(
             train=TrainConfig(max_train_step=steps, batch_size_training=SAMPLES), data=config
         )
-        layout = data.training_layout(whole, 200, 0, ranks, tokenized.images)
+        layout = data.training_layout(whole, 200, 0, ranks, tokenized.media)
         batches = data.plan_training(whole, tokenized, layout, SAMPLES, None, ranks)
         sizes = []
         images = 0
@@ -44,9 +44,9 @@ def main(model: Path, file: Path, steps: int, result: Path) -> None:
         with data.Prefetcher(batches.steps(1, steps, {})) as ready:
             for step in ready:
                 for batch in step.batches:
-                    assert batch.images is not None
-                    images += len(batch.images.others["image_grid_thw"])
-                    pixel_bytes += batch.images.others["pixel_values"].nbytes
+                    assert batch.media is not None
+                    images += len(batch.media.others["image_grid_thw"])
+                    pixel_bytes += batch.media.others["pixel_values"].nbytes
                 sizes.append(anonymous_bytes())
     found = {"images": images, "pixel_bytes": pixel_bytes, "sizes": sizes}
     result.write_text(json.dumps(found))
