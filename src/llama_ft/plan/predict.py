@@ -23,6 +23,7 @@ from llama_ft.models.base.attention_kernels import AMPERE, T4
 from llama_ft.models.base.shards import local_shard
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
+from llama_ft.plan.fake.attention_workspace import sdpa_of_a_gpu
 from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, loader_of_headers, read_headers
 from llama_ft.plan.fake.patches import planned_models
 from llama_ft.plan.fake.tracker import Tracker, states_of
@@ -138,7 +139,7 @@ def _pass_plan(
     context_length = models.resolve_context_length(config.data.context_length, model_config)
     batch = _full_batch(request, config.train.batch_size_training, context_length)
     tracker = Tracker(request.device)
-    with _fake_world(request) as ranks, planned_models(request.device), tracker.planning():
+    with _planning(request, tracker) as ranks:
         models.choose_head(model_config, config.preference.entry.has_score)
         asked = models.ModelRequest(
             config,
@@ -174,7 +175,7 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
     context_length = models.resolve_context_length(config.data.context_length, model_config)
     batch, validation = _largest_batches(request, model_config, context_length, together)
     is_validated = validation is not None
-    with _fake_world(request) as ranks, planned_models(request.device), tracker.planning():
+    with _planning(request, tracker) as ranks:
         models.choose_head(model_config, config.preference.entry.has_score)
         asked = models.ModelRequest(
             config,
@@ -349,6 +350,9 @@ def _full_batch(request: PlanRequest, samples: int, context_length: int) -> Batc
         length = min(context_length, request.longest_example)
     # one sample per packed sequence: attention over each sample is then largest
     lengths = [length] * samples
+    if not is_packed and samples > 1:
+        # Samples of different lengths need a mask, which each layer keeps for its backward pass.
+        lengths[-1] -= 1
     shape = (1, length * samples) if is_packed else (samples, length)
     ids = torch.zeros(shape, dtype=torch.int64)
     labels = ids.clone()
@@ -517,3 +521,14 @@ def _fake_world(request: PlanRequest) -> Iterator[Ranks]:
             yield Ranks(0, ranks, 0, local_ranks, here, here, "fake", mesh, None, target=target)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _planning(request: PlanRequest, tracker: Tracker) -> Iterator[Ranks]:
+    """In the block, all tensors are fake and counted. Yield rank 0 of the planned ranks."""
+    with (
+        _fake_world(request) as ranks,
+        planned_models(request.device, sdpa_of_a_gpu),
+        tracker.planning(),
+    ):
+        yield ranks

@@ -1,4 +1,5 @@
-"""Memory that CUDA's attention kernels allocate in their backward pass and free before they return.
+"""Attention of GPUs in a plan: its kernels, and the memory that they allocate in their backward pass
+and free before they return.
 
 The gradient of the queries is summed in fp32 over blocks of keys: 4 bytes per query element, more
 than the queries themselves. With fewer key heads than query heads, flash attention writes gradients
@@ -13,6 +14,11 @@ and dV_fullhead), without the padding. So cuDNN's kernel is planned as flash att
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+
+from llama_ft.models.base.attention_kernels import choose_kernel
+from llama_ft.runtime.target import current_target
 
 FP32 = 4  # bytes
 FLASH_BLOCK = 128  # queries
@@ -99,11 +105,19 @@ def _efficient(args: tuple[Any, ...]) -> int:
     return efficient_bytes(packed, longest, longest_key, heads, widths, query.itemsize)
 
 
-# Operators of a plan. Tensors of a plan are on the CPU, so sdpa chooses the CPU's operator; on the
-# GPU it is flash attention, or with a mask memory-efficient attention with repeated key heads.
+def _efficient_sdpa(args: tuple[Any, ...]) -> int:
+    _, query, key, value, *_ = args  # query: [samples, heads, tokens, width]
+    samples, heads, tokens, width = query.shape
+    widths = (width, value.shape[3])
+    return efficient_bytes(samples, tokens, key.shape[2], heads, widths, query.itemsize)
+
+
+# Operators of a plan. Tensors of a plan are on the CPU, so sdpa chooses the CPU's operator, which
+# stands for the GPU's flash attention. See `sdpa_of_a_gpu` for the other kernel.
 WORKSPACES: dict[str, Callable[[tuple[Any, ...]], int]] = {
     "torch_attn._varlen_attn_backward": _varlen,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _sdpa,
+    "aten._scaled_dot_product_efficient_attention_backward": _efficient_sdpa,
     "aten._efficient_attention_backward": _efficient,
 }
 
@@ -113,3 +127,42 @@ def attention_workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
     other operators. `func`: an overload of torch.ops."""
     workspace = WORKSPACES.get(f"{func.namespace}.{func._opname}")
     return 0 if workspace is None else workspace(args)
+
+
+def sdpa_of_a_gpu(sdpa: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return torch's sdpa for tensors on the CPU that stand for tensors on a GPU: it calls the
+    memory-efficient kernel where a GPU takes it. Flash attention supports no mask, and cuDNN is not
+    used outside of packed sequences.
+
+    Source: sdp_utils.cpp and attention.cpp of torch, which also make a mask of numbers.
+    """
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,  # scale, enable_gqa
+    ) -> torch.Tensor:
+        widths = (query.shape[-1], value.shape[-1])
+        kernel = choose_kernel(current_target().capability, query.dtype, widths, False)
+        is_efficient = kernel == "efficient" or (kernel == "varlen" and attn_mask is not None)
+        if others.get("enable_gqa") or not is_efficient:
+            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **others)
+        bias = None
+        if attn_mask is not None:
+            bias = attn_mask
+            if attn_mask.dtype == torch.bool:
+                bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+                bias = bias.masked_fill(attn_mask.logical_not(), -torch.inf)
+            bias = bias.expand(*query.shape[:3], key.shape[2])
+        needs_gradient = any(tensor.requires_grad for tensor in (query, key, value))
+        keeps_sums = torch.is_grad_enabled() and needs_gradient
+        compute = torch.ops.aten._scaled_dot_product_efficient_attention
+        how = (bias, keeps_sums, dropout_p, is_causal)
+        output, *_ = compute(query, key, value, *how, scale=others.get("scale"))
+        return output
+
+    return attend

@@ -99,9 +99,9 @@ def counted_memory(
 
 
 @contextmanager
-def planned_models(device: str) -> Iterator[None]:
+def planned_models(device: str, attention: Callable[[Function], Function]) -> Iterator[None]:
     """In the block, torch and Transformers compute in ways that work with fake tensors, which stand
-    for tensors on `device`."""
+    for tensors on `device`. `attention`: returns what computes torch's sdpa on a GPU."""
     patches: list[Any] = [
         # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
         # operations instead.
@@ -110,6 +110,9 @@ def planned_models(device: str) -> Iterator[None]:
     if device == "cuda":
         # torch's RMSNorm on the CPU keeps more for backward than CUDA's kernel.
         patches.append(patch.object(functional, "rms_norm", _KernelNorm.apply))
+        # sdpa chooses the kernel by the tensors' device.
+        sdpa = attention(functional.scaled_dot_product_attention)
+        patches.append(patch.object(functional, "scaled_dot_product_attention", sdpa))
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
