@@ -28,7 +28,14 @@ from llama_ft.processes import cores
 from llama_ft.runtime.attempts import Attempt, AttemptFile, earlier_attempt
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import claim_device, pick_device
-from llama_ft.runtime.ends.exit import ExitContext, Explainer, RunStatus, Stopped, exit_process
+from llama_ft.runtime.ends.exit import (
+    FAILURE_KEY,
+    ExitContext,
+    Explainer,
+    RunStatus,
+    Stopped,
+    exit_process,
+)
 from llama_ft.runtime.ends.signals import StopSignals
 from llama_ft.runtime.ends.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
@@ -248,7 +255,9 @@ class Ranks:
         self.status = RunStatus(output_dir, at_end, step, self.lock)
         if self.local_rank == 0 and self.attempt_file is not None:
             self.attempt_file.write(Attempt(str(output_dir), global_batch))
-        if self.leads_disk:
+        # A rank that has failed already has written, or will write, how the run ended.
+        has_failed = self.store is not None and self.store.check([FAILURE_KEY])
+        if self.leads_disk and not has_failed:
             self.status.write("running")
         # otherwise "running" could overwrite the "failed" of a rank that fails at once
         dist.barrier()

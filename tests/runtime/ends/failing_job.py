@@ -13,6 +13,7 @@ from llama_ft import runtime
 from llama_ft.checkpoint import CheckpointWriter
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
+from llama_ft.runtime.ends.exit import RunStatus
 
 
 class Unprintable(RuntimeError):
@@ -30,6 +31,13 @@ if __name__ == "__main__":
     output_dir = Path(sys.argv[2])
     timeouts = {"rank 0 goes first": 2, "one rank never opens the run": 8}
     with runtime.start("cpu", "world", timeout_seconds=timeouts.get(way, 60)) as job:
+        if way == "one rank raises before the first status":
+            if job.rank == 1:
+                job.status = RunStatus(output_dir)  # as begin_run, before it waits for rank 0
+                fail_now(output_dir)
+                raise ValueError("the flux capacitor is empty")
+            while not (output_dir / "status.json").exists():
+                time.sleep(0.05)
         job.begin_run(output_dir)
         job.record_step(3)
         dist.barrier()  # otherwise rank 0 may write that it runs after another has failed

@@ -46,6 +46,15 @@ def test_an_exception_on_one_rank_is_printed_once_with_its_traceback(tmp_path: P
     assert_nothing_is_left(finished)
 
 
+def test_rank_0_does_not_write_that_a_run_runs_after_another_rank_has_failed(
+    tmp_path: Path,
+) -> None:
+    finished = forked(JOB, "one rank raises before the first status", tmp_path, ranks=2)
+    assert finished.exit_code == 1
+    assert status_of(tmp_path)["state"] == "failed"
+    assert "flux capacitor" in str(status_of(tmp_path)["message"])
+
+
 def test_an_error_without_a_text_and_a_limit_of_open_files_have_a_message(tmp_path: Path) -> None:
     finished = forked(JOB, "an error has no text", tmp_path)
     assert finished.exit_code == 1
