@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -55,6 +55,24 @@ MLFLOW_ENVIRONMENT = {
 MLFLOW_LONGEST_VALUE = 500  # characters of a parameter, the limit of older servers
 
 
+class TrackedRun(NamedTuple):
+    """What a tracker is made from.
+
+    Attributes:
+        config: the settings of all trackers.
+        output_dir: the run's directory.
+        settings: all settings of the run, without secrets, and its git commit.
+        resume_step: the run resumes after this step; None: it starts.
+        run_id: the tracker's id of the resumed run, if there is one.
+    """
+
+    config: TrackingConfig
+    output_dir: Path
+    settings: dict[str, Any]
+    resume_step: int | None
+    run_id: str | None
+
+
 class Tracker:
     """Interface of a metrics backend. Its methods may raise; RunLog then continues without it.
 
@@ -93,22 +111,15 @@ class TensorboardTracker(Tracker):
     name = "TensorBoard"
     key = "tensorboard"
 
-    def __init__(
-        self,
-        config: TrackingConfig,
-        output_dir: Path,
-        settings: dict[str, Any],
-        resume_step: int | None,
-        _: str | None,
-    ) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = output_dir / "tensorboard"
-        if resume_step is not None and any(folder.glob("events.out.tfevents.*")):
-            self.first_step = resume_step + 1
+        folder = run.output_dir / "tensorboard"
+        if run.resume_step is not None and any(folder.glob("events.out.tfevents.*")):
+            self.first_step = run.resume_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=self.first_step)
         # an indented block of Markdown
-        code = textwrap.indent(yaml.safe_dump(settings, sort_keys=False), "    ")
+        code = textwrap.indent(yaml.safe_dump(run.settings, sort_keys=False), "    ")
         self._writer.add_text("config", code, self.first_step)
 
     def log(self, series: Mapping[str, float], step: int) -> None:
@@ -131,19 +142,13 @@ class WandbTracker(Tracker):
     name = "W&B"
     key = "wandb"
 
-    def __init__(
-        self,
-        config: TrackingConfig,
-        output_dir: Path,
-        settings: dict[str, Any],
-        resume_step: int | None,
-        run_id: str | None,
-    ) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
+        config = run.config
         self.uploads_result = config.wandb_log_model
         self._offline = wandb_mode(config) == "offline"
-        continues = bool(run_id) and resume_step is not None and not self._offline
+        continues = bool(run.run_id) and run.resume_step is not None and not self._offline
         try:
             self._run = wandb.init(
                 project=config.wandb_project,
@@ -151,11 +156,11 @@ class WandbTracker(Tracker):
                 job_type=config.wandb_job_type,
                 notes=masked(config.wandb_notes),
                 tags=masked(config.wandb_tags),
-                name=masked(config.wandb_name) or output_dir.resolve().name,
+                name=masked(config.wandb_name) or run.output_dir.resolve().name,
                 group=config.wandb_group,
-                dir=str(output_dir),
-                config=settings,
-                id=run_id,
+                dir=str(run.output_dir),
+                config=run.settings,
+                id=run.run_id,
                 resume="allow" if continues else None,
                 settings=wandb.Settings(mode=wandb_mode(config), **WANDB_PRIVATE),
             )
@@ -207,18 +212,12 @@ class MlflowTracker(Tracker):
     name = "MLflow"
     key = "mlflow"
 
-    def __init__(
-        self,
-        config: TrackingConfig,
-        output_dir: Path,
-        settings: dict[str, Any],
-        _: int | None,
-        run_id: str | None,
-    ) -> None:
-        self.uploads_result = config.mlflow_log_model
-        self._client = connect_mlflow(config, output_dir)
+    def __init__(self, run: TrackedRun) -> None:
+        self.uploads_result = run.config.mlflow_log_model
+        self._client = connect_mlflow(run.config, run.output_dir)
         from mlflow.exceptions import MlflowException
 
+        run_id = run.run_id
         logged = list[Any]()
         if run_id:
             with contextlib.suppress(MlflowException):  # the store may not have the run
@@ -227,22 +226,19 @@ class MlflowTracker(Tracker):
         if logged:
             self._client.update_run(run_id, status="RUNNING")
             # parameters cannot change in MLflow
-            changes = "\n".join(settings.get("resumes", []))
+            changes = "\n".join(run.settings.get("resumes", []))
             self._client.set_tag(run_id, "resumes", changes[:MLFLOW_LONGEST_VALUE])
         else:
-            run_id = self._create_run(config, output_dir, settings)
+            run_id = self._create_run(run)
         self.run_id = run_id
-        log.info(f"MLflow: run {run_id} in {mask_secrets(mlflow_store(config, output_dir))}")
+        store = mlflow_store(run.config, run.output_dir)
+        log.info(f"MLflow: run {run_id} in {mask_secrets(store)}")
 
-    def _create_run(
-        self,
-        config: TrackingConfig,
-        output_dir: Path,
-        settings: dict[str, Any],
-    ) -> str:
+    def _create_run(self, run: TrackedRun) -> str:
         """Create a run with tags and parameters, and return its id."""
         from mlflow.entities import Param
 
+        config = run.config
         client = self._client
         existing = client.get_experiment_by_name(config.mlflow_experiment)
         if existing:
@@ -253,12 +249,12 @@ class MlflowTracker(Tracker):
         for tag in config.mlflow_tags:
             name, _, value = tag.partition("=")
             tags[name] = value
-        tags["mlflow.source.git.commit"] = settings["git"]["commit"]
-        run_name = config.mlflow_name or output_dir.resolve().name
+        tags["mlflow.source.git.commit"] = run.settings["git"]["commit"]
+        run_name = config.mlflow_name or run.output_dir.resolve().name
         created = client.create_run(experiment, tags=tags, run_name=run_name)
         run_id = str(created.info.run_id)
         parameters = []
-        for section, values in settings.items():
+        for section, values in run.settings.items():
             named = values if isinstance(values, dict) else {}
             for name, value in named.items():
                 text = str(value)[:MLFLOW_LONGEST_VALUE]
@@ -374,6 +370,6 @@ def start_trackers(
         kinds.append(MlflowTracker)
     trackers = list[Tracker]()
     for kind in kinds:
-        run_id = ids.get(kind.key)
-        trackers.append(kind(config, output_dir, settings, resume_step, run_id))
+        run = TrackedRun(config, output_dir, settings, resume_step, ids.get(kind.key))
+        trackers.append(kind(run))
     return trackers

@@ -118,6 +118,19 @@ def example_key(input_ids: numpy.ndarray, labels: numpy.ndarray, media: bytes = 
     return int.from_bytes(digest, "little", signed=True)
 
 
+def find_examples(sorted_keys: numpy.ndarray, batch: Batch, failure: str) -> numpy.ndarray:
+    """Return the index of the key of each example of a batch, see `example_keys`, among sorted keys.
+    Raises RunFailure with `failure` and the sample's place if one is missing."""
+    keys = example_keys(batch)
+    # Without the last key, the result is at most the last index, also for larger keys.
+    indices = numpy.searchsorted(sorted_keys[:-1], keys)
+    is_missing = sorted_keys[indices] != keys
+    if is_missing.any():
+        sample = batch.locations[int(is_missing.argmax())]  # the first one
+        raise RunFailure(f"{sample}: {failure}")
+    return indices
+
+
 class StoredReference:
     """Log-probabilities of examples from `compute` or `load`: 12 bytes per example, on every
     rank.
@@ -139,17 +152,10 @@ class StoredReference:
         """See `Reference`. Raises RunFailure if an example was not scored before."""
         if self.is_planned:
             return AdapterOff().log_probabilities(built, batch, ranks)
-        keys = example_keys(batch)
+        failure = "the reference's log-probability of this sample was not computed before training."
+        indices = find_examples(self._keys, batch, failure)
         sums = numpy.zeros(len(batch.example_lengths), numpy.float32)  # 0 of a filler
-        # Without the last key, the result is at most the last index, also for larger keys.
-        places = numpy.searchsorted(self._keys[:-1], keys)
-        is_missing = self._keys[places] != keys
-        if is_missing.any():
-            sample = batch.locations[int(is_missing.argmax())]  # the first one
-            raise RunFailure(
-                f"{sample}: the reference's log-probability of this sample was not computed before training."
-            )
-        sums[: len(keys)] = self._sums[places]
+        sums[: len(indices)] = self._sums[indices]
         return sent(torch.from_numpy(sums), ranks.device)
 
     def compute(self, built: BuiltModel, batches: Iterable[Batch], ranks: Ranks) -> None:

@@ -23,7 +23,7 @@ import xxhash
 
 from llama_ft.data import Batch
 from llama_ft.errors import RunFailure, UserError, reason
-from llama_ft.training.objectives.reference import example_keys
+from llama_ft.training.objectives.reference import find_examples
 
 CORRUPTED = (
     OSError,
@@ -55,18 +55,11 @@ class TeacherFile:
         size = self._token_ids.shape[1]
         if not batch.locations:  # a rank without samples has no targets
             return torch.zeros(0, size, dtype=torch.int64), torch.zeros(0, size)
-        keys = example_keys(batch)
-        # Without the last key, the result is at most the last index, also for larger keys.
-        places = numpy.searchsorted(self._sorted_keys[:-1], keys)
-        is_missing = self._sorted_keys[places] != keys
-        if is_missing.any():
-            sample = batch.locations[int(is_missing.argmax())]  # the first one
-            raise RunFailure(
-                f"{sample}: the teacher's probabilities of this sample are not stored."
-            )
+        failure = "the teacher's probabilities of this sample are not stored."
+        indices = find_examples(self._sorted_keys, batch, failure)
         token_ids = []
         log_probabilities = []
-        for example in self._first[places].tolist():
+        for example in self._first[indices].tolist():
             targets = targets_of(self._ends, example)
             token_ids.append(self._token_ids[targets])
             log_probabilities.append(self._log_probabilities[targets])
