@@ -17,7 +17,7 @@ from llama_ft.data import Batch
 from llama_ft.data.batches.prefetch import StepBatches
 from llama_ft.errors import RunFailure
 from llama_ft.models import BuiltModel
-from llama_ft.models.adapters.lora import clear_frozen_half
+from llama_ft.models.adapters.pissa import clear_frozen_half
 from llama_ft.models.base.shards import ShardGroup, local_shard
 from llama_ft.models.sharding.fsdp import sum_over_replicas
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
@@ -190,8 +190,10 @@ def logged_names(losses: Sequence[LossSum]) -> list[str]:
 def local_gradients(built: BuiltModel, scale: LossScale, ranks: Ranks) -> list[torch.Tensor]:
     """Return this rank's part of each gradient after the backward passes, divided by the loss scale
     of fp16. Frozen parameters have none."""
-    # before the norm: the frozen parts of PiSSA's adapters must not count in it
-    clear_frozen_half(built, ShardGroup(ranks))
+    adapter = built.adapter
+    if adapter is not None and adapter.trained_rank is not None:  # PiSSA
+        # before the norm, in which frozen halves must not count
+        clear_frozen_half(built.model, adapter.trained_rank, ShardGroup(ranks))
     gradients = [
         local_shard(parameter.grad)
         for parameter in built.model.parameters()

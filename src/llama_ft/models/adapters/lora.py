@@ -1,12 +1,6 @@
-"""Adapters of PEFT: added to the model on the meta device, and initialized shard by shard.
-
-PiSSA (https://arxiv.org/abs/2404.02948) starts at A0 and B0, the r largest singular values of the
-weight W, and trains W - s B0 A0 + s B A. Here W is not changed. Instead the adapter is a plain LoRA
-of rank 2r, [A; A0] and [B, -B0], and only its first half is trained.
-"""
+"""Adapters of PEFT: added to the model on the meta device, and initialized shard by shard."""
 
 import hashlib
-import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,8 +14,7 @@ import torch
 from peft import LoraConfig, PeftType, get_peft_model, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners import tuners_utils
-from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import (
     convert_peft_adapter_state_dict_for_transformers as convert_adapter,
@@ -38,9 +31,9 @@ from llama_ft.models.adapters.adapter_config import saved_config
 from llama_ft.models.adapters.lora_experts import use_split_experts
 from llama_ft.models.adapters.lora_linear import use_fused_lora
 from llama_ft.models.adapters.names import PEFT_PREFIX, checkpoint_key
+from llama_ft.models.adapters.pissa import check_pissa, doubled_rank
 from llama_ft.models.architecture.new_tokens import use_token_rows
 from llama_ft.models.base.layers import SCORE, decoder_layers, read_linears
-from llama_ft.models.base.shards import ShardGroup, local_shard
 from llama_ft.models.base.source import listed
 from llama_ft.models.built import Adapter, BuiltModel, NewTokens
 from llama_ft.models.quantization.layers import QuantizedLinear, quantized_weights
@@ -108,7 +101,7 @@ def inject_lora(
     adapter = inject_adapter(model, settings)
     _check_patterns(adapter, peft)
     if peft.init_lora_weights.startswith("pissa"):
-        _check_for_pissa(model, peft)
+        check_pissa(model, peft)
         return replace(adapter, trained_rank=peft.r)
     return adapter
 
@@ -259,38 +252,6 @@ def _names_that_load(
     return written
 
 
-def _check_for_pissa(model: nn.Module, peft: PeftConfig) -> None:
-    layers: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
-    }
-    for name, layer in layers.items():
-        base = layer.get_base_layer()
-        is_plain_linear = isinstance(layer, LoraLinear) and not isinstance(base, QuantizedLinear)
-        if not is_plain_linear or peft.r > min(base.weight.shape):
-            problem = f"{name} is not an unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
-            way_out = "Name such layers: --target_modules q_proj,v_proj."
-            raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} {way_out}")
-
-
-def lora_layers(model: nn.Module) -> list[Any]:
-    """Return the layers with LoRA's matrices A and B."""
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
-
-
-def clear_frozen_half(built: BuiltModel, group: ShardGroup) -> None:
-    """Set the gradients of PiSSA's A0 and B0 to zero, so that no optimizer changes them."""
-    rank = built.adapter.trained_rank if built.adapter is not None else None
-    if rank is None:
-        return
-    for layer in lora_layers(built.model):
-        a = layer.lora_A["default"].weight.grad  # [2 r, in], sharded by rows
-        b = layer.lora_B["default"].weight.grad  # [out, 2 r], sharded by rows
-        first_row, _ = group.own_rows(len(a))
-        first_frozen = max(0, rank - first_row)  # in this rank's shard
-        local_shard(a)[first_frozen:].zero_()
-        local_shard(b)[:, rank:].zero_()
-
-
 def _new_config(peft: PeftConfig) -> Any:
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(peft.peft_method.upper())]
     supported = {field.name for field in fields(kind)}
@@ -306,9 +267,7 @@ def _new_config(peft: PeftConfig) -> Any:
     values["alpha"] = peft.lora_alpha  # LoHa's name of the same setting
     values["init_lora_weights"] = "gaussian" if peft.init_lora_weights == "gaussian" else True
     if peft.init_lora_weights.startswith("pissa"):
-        # Twice the rank with the same scaling: alpha / r, or alpha / sqrt(r) with rsLoRA.
-        values["r"] = 2 * peft.r
-        values["lora_alpha"] = peft.lora_alpha * (math.sqrt(2) if peft.use_rslora else 2)
+        values |= doubled_rank(peft)
     values |= deepcopy(peft.options)
     return kind(**{name: value for name, value in values.items() if name in supported})
 

@@ -15,8 +15,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models.adapters.lora import first_values, lora_layers
+from llama_ft.models.adapters.lora import first_values
 from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
+from llama_ft.models.adapters.pissa import first_factors, lora_layers
 from llama_ft.models.adapters.saved_adapter import (
     check_saved_adapter,
     differing_copies,
@@ -249,30 +250,14 @@ def _fill_singular_values(
     kind: str,
     device: torch.device,
 ) -> None:
-    """Set PiSSA's initial A [2r, in] and B [out, 2r] of a layer (see lora.py), from the weight
-    named `key`. They are computed on `device`."""
+    """Set PiSSA's initial A and B of a layer, from the weight named `key`. They are computed on
+    `device`."""
 
     @cache  # A and B have one decomposition
     def factors() -> tuple[torch.Tensor, torch.Tensor]:
-        rank = adapter.trained_rank
         source = cast(WeightSource, loader.source)
         weight = source.read(key).to(device, torch.float32)
-        weight = weight.T if layer.fan_in_fan_out else weight
-        if kind == "pissa":
-            u, values, v = torch.linalg.svd(weight, full_matrices=False)
-        else:
-            torch.manual_seed(0)  # the same on every rank; the training loop seeds again
-            iterations = int(kind.rpartition("_")[2])  # "pissa_niter_16": 16
-            u, values, v = torch.svd_lowrank(weight, rank, niter=iterations)
-            v = v.T
-        root = (values[:rank] / layer.scaling["default"]).sqrt()
-        # as peft's pissa_init
-        a = root[:, None] * v[:rank]
-        b = u[:, :rank] * root
-        # [A; A0] and [B, -B0]: the trained half and the frozen one cancel out at first.
-        doubled_a = torch.cat([a, a])
-        doubled_b = torch.cat([b, -b], dim=1)
-        return doubled_a, doubled_b
+        return first_factors(weight, layer, cast(int, adapter.trained_rank), kind)
 
     def rows_of_a(_: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
         return [factors()[0][start:stop]]
