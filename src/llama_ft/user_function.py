@@ -15,8 +15,8 @@ def load_function(name: str) -> Callable[..., Any]:
     file, _, function = name.rpartition(":")
     path = str(expanded(file))
     try:
-        found = runpy.run_path(path).get(function)
-        if found is None:
+        definition = runpy.run_path(path).get(function)
+        if definition is None:
             raise LookupError("no such function")
     except (KeyboardInterrupt, StopRequest):
         raise
@@ -25,7 +25,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         try:
-            return found(*arguments)
+            return definition(*arguments)
         except (KeyboardInterrupt, StopRequest):  # of the terminal or a launcher
             raise
         except BaseException as error:

@@ -37,7 +37,7 @@ def test_copies_are_equal_share_one_block_and_do_not_follow_the_tensors() -> Non
 def test_on_the_cpu_no_memory_is_kept() -> None:
     block = HostBlock()
     block.copy(TENSORS)
-    assert block._kept is None
+    assert block._memory is None
 
 
 class Runtime(SimpleNamespace):

@@ -20,7 +20,7 @@ class HostBlock:
     """Copies tensors to the host, all into one block of memory."""
 
     def __init__(self) -> None:
-        self._kept: torch.Tensor | None = None  # uint8, for copies from a GPU
+        self._memory: torch.Tensor | None = None  # uint8, for copies from a GPU
         self._is_pinned = False
 
     def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -43,18 +43,18 @@ class HostBlock:
 
     def free(self) -> None:
         """Unpin and free the kept memory. No copy may be used after it."""
-        if self._kept is not None and self._is_pinned:
-            _cuda_runtime().cudaHostUnregister(self._kept.data_ptr())
-        self._kept = None
+        if self._memory is not None and self._is_pinned:
+            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
+        self._memory = None
         self._is_pinned = False
 
     def _keep(self, nbytes: int) -> torch.Tensor:
         """Return the kept block, or a new one if it is smaller than `nbytes`."""
-        if self._kept is None or self._kept.numel() < nbytes:
+        if self._memory is None or self._memory.numel() < nbytes:
             self.free()
-            self._kept = page_aligned(nbytes)
-            self._is_pinned = _pin(self._kept)
-        return self._kept
+            self._memory = page_aligned(nbytes)
+            self._is_pinned = _pin(self._memory)
+        return self._memory
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:

@@ -163,12 +163,12 @@ def step_of(folder: Path) -> int:
 def complete_checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run directory, newest first. They are complete, but may be
     corrupted."""
-    found = [
+    paths = [
         path
         for path in (run / "checkpoints").glob("step-*")
         if re.fullmatch(r"step-\d{6,}", path.name)
     ]
-    folders = [path for path in found if path.is_dir()]
+    folders = [path for path in paths if path.is_dir()]
     return sorted(folders, key=step_of, reverse=True)
 
 

@@ -125,9 +125,9 @@ def _candidates(
         if stored.with_local:
             folders |= {*complete_checkpoints(stored.directory)}
         return sorted(folders, key=step_of, reverse=True)
-    found = [] if earlier_run is None else complete_checkpoints(earlier_run)
-    if found:
-        return found
+    checkpoints = [] if earlier_run is None else complete_checkpoints(earlier_run)
+    if checkpoints:
+        return checkpoints
     if settings.resume is None:
         return []
     named = str(settings.output_dir) if settings.resume == "auto" else settings.resume
@@ -135,12 +135,12 @@ def _candidates(
     own_files = (folder / reader.TRAINER_FILE, folder / reader.CHECKSUMS_FILE)
     if any(file.exists() for file in own_files):
         return [folder]
-    found = complete_checkpoints(folder)
-    if not found and settings.resume != "auto":
+    checkpoints = complete_checkpoints(folder)
+    if not checkpoints and settings.resume != "auto":
         raise UserError(
             f"--resume {folder}: no checkpoint there; expected output/<run>/checkpoints/step-..., or auto."
         )
-    return found
+    return checkpoints
 
 
 def _shared_errors(ranks: Ranks, folder: Path) -> list[str]:
@@ -308,18 +308,20 @@ def global_batch(settings: TrainConfig, resumed: Checkpoint | None, ranks: Ranks
     """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number,
     also if torchrun has started the ranks again before the first checkpoint: with other ranks,
     batch size or accumulation the number of micro-batches changes."""
-    asked = settings.batch_size_training * settings.gradient_accumulation_steps * ranks.data.size
-    kept = asked
-    if resumed is not None:
-        kept = int(resumed.trainer["global_batch"])
-    elif ranks.earlier is not None:
-        kept = ranks.earlier.global_batch or asked
-    if kept == asked:
-        return asked
-    log.info(
-        f"The global batch stays {kept}, as in the resumed run, although the settings ask for {asked}."
+    by_settings = (
+        settings.batch_size_training * settings.gradient_accumulation_steps * ranks.data.size
     )
-    return kept
+    size = by_settings
+    if resumed is not None:
+        size = int(resumed.trainer["global_batch"])
+    elif ranks.earlier is not None:
+        size = ranks.earlier.global_batch or by_settings
+    if size == by_settings:
+        return by_settings
+    log.info(
+        f"The global batch stays {size}, as in the resumed run, although the settings ask for {by_settings}."
+    )
+    return size
 
 
 def resolve_precision(
@@ -330,14 +332,14 @@ def resolve_precision(
     check_device(config, origins, ranks.device.type)
     is_small = config.data.dataset == "demo" and ranks.device.type == "cpu"
     is_free = "train.precision" not in origins and (is_small or config.model.model_name == "demo")
-    wanted = (
+    setting = (
         resumed.trainer["config"]["train"]["precision"]
         if resumed and is_free
         else config.train.precision
     )
     is_free = is_free and resumed is None
     precision, note = ranks.broadcast_from_rank0(
-        lambda: advise_precision(wanted, is_free, ranks.device)
+        lambda: advise_precision(setting, is_free, ranks.device)
     )
     if note:
         log.info(note)

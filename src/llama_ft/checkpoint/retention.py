@@ -8,7 +8,7 @@ class SavedCheckpoint(NamedTuple):
     """What decides how long a checkpoint is kept."""
 
     step: int
-    asked: bool  # False if it was saved only for its validation loss
+    is_requested: bool  # False if it was saved only for its validation loss
     best_loss: float | None  # the validation loss, if it was the best so far
 
 
@@ -25,14 +25,14 @@ def surplus(
         keep_last: see CheckpointConfig.
     """
     best = None
-    asked = 0
+    requested_count = 0
     doomed = []
     for checkpoint in checkpoints:
-        asked += checkpoint.asked
+        requested_count += checkpoint.is_requested
         if checkpoint.best_loss is not None and best is None:
             best = checkpoint
             continue
-        is_surplus = 0 < keep_last < asked
-        if newest not in (None, checkpoint.step) and (is_surplus or not checkpoint.asked):
+        is_surplus = 0 < keep_last < requested_count
+        if newest not in (None, checkpoint.step) and (is_surplus or not checkpoint.is_requested):
             doomed.append(checkpoint.step)
     return best, doomed

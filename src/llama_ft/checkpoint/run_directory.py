@@ -182,19 +182,20 @@ def lock_directory(folder: Path, ranks: Ranks) -> None:
         if ranks.lock is not None and ranks.lock.holds(folder):
             return ""
         _check_foreign(folder)
-        found = RunLock.try_to_lock(folder)
-        if isinstance(found, RunLock):
-            if not found.is_exclusive:
+        lock_or_holder = RunLock.try_to_lock(folder)
+        if isinstance(lock_or_holder, RunLock):
+            if not lock_or_holder.is_exclusive:
                 log.warning(f"{folder}: {NO_LOCKS}")
-            ranks.take_lock(found)
+            ranks.take_lock(lock_or_holder)
             return ""
-        limit = ENDING_WAIT_SECONDS if holder_is_ending(found) else LOCK_WAIT_SECONDS
+        holder = lock_or_holder
+        limit = ENDING_WAIT_SECONDS if holder_is_ending(holder) else LOCK_WAIT_SECONDS
         if time.monotonic() - started > limit:
-            raise UserError(f"{folder}: in use by another process ({found}). End it.")
-        return found
+            raise UserError(f"{folder}: in use by another process ({holder}). End it.")
+        return holder
 
     # The ranks meet after each try: the watchdog would report those that only wait.
-    while holders := [found for found in ranks.from_each_disk(try_once).values() if found]:
+    while holders := [holder for holder in ranks.from_each_disk(try_once).values() if holder]:
         if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
             logged = time.monotonic()
             log.info(f"{folder} is in use by another process ({holders[0]}). Waiting for its end.")
@@ -232,10 +233,10 @@ def _keep_unseen_checkpoints(
     may_remove = settings.overwrite or settings.resume == "auto" or is_restarted
     has_seen = was_locked and settings.resume != "auto" and not is_restarted
     is_link = (folder / "checkpoints").is_symlink()  # it is unlinked, and nothing is lost
-    found = [] if is_link else complete_checkpoints(folder)
-    if found and may_remove and not has_seen:
+    checkpoints = [] if is_link else complete_checkpoints(folder)
+    if checkpoints and may_remove and not has_seen:
         raise RunFailure(
-            f"{folder}: another run has saved {found[0].name} there since this one started.\n"
+            f"{folder}: another run has saved {checkpoints[0].name} there since this one started.\n"
             "Nothing was deleted. To continue from it, start again with --resume auto."
         )
 

@@ -145,7 +145,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         trainer: Mapping[str, Any],
-        asked: bool = True,
+        is_requested: bool = True,
         best_loss: float | None = None,
         is_final: bool = False,
     ) -> None:
@@ -156,7 +156,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             model: its trained parameters are written, its frozen ones are not.
             optimizer: its states are written.
             trainer: position and counters, for trainer.json.
-            asked: False if it is saved only for its validation loss: it is deleted after a better
+            is_requested: False if it is saved only for its validation loss: it is deleted after a better
                 one is complete.
             best_loss: the validation loss or other --best_by, if it is the best so far.
             is_final: no step follows: return when it is written.
@@ -172,7 +172,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             "step": step,
             "world_size": self._ranks.world_size,
         }
-        record |= {"asked": asked, "best_loss": best_loss, **trainer, **self._about}
+        record |= {"asked": is_requested, "best_loss": best_loss, **trainer, **self._about}
         live = own_state(model, optimizer, self._ranks)
         rows = {name: local_shard(tensor) for name, tensor in live.items()}
         own_bytes = sum(tensor.nbytes for tensor in rows.values())
@@ -376,19 +376,19 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         """Write best.json, which names the newest of the checkpoints that were the best at their
         time. Delete checkpoints older than `newest`, except this one, the last keep_last requested
         ones, and those that are being uploaded."""
-        found = list[SavedCheckpoint]()
+        checkpoints = list[SavedCheckpoint]()
         metrics = dict[int, str]()  # step -> --best_by
         for folder in complete_checkpoints(self.run):
             try:
                 record = json.loads(reader.read_bytes(folder / reader.TRAINER_FILE))
                 step = step_of(folder)
-                found.append(SavedCheckpoint(step, record["asked"], record["best_loss"]))
+                checkpoints.append(SavedCheckpoint(step, record["asked"], record["best_loss"]))
                 train = record.get("config", {}).get("train", {})
                 metrics[step] = train.get("best_by", "eval/loss")
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 continue  # a corrupted checkpoint is not deleted
         newest_step = None if newest is None else step_of(newest)
-        best, doomed = surplus(found, newest_step, self._settings.keep_last)
+        best, doomed = surplus(checkpoints, newest_step, self._settings.keep_last)
         if best is None:
             (self._folder / "best.json").unlink(missing_ok=True)
         else:

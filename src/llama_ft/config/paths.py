@@ -294,22 +294,22 @@ def model_problem(name: str) -> str | None:
     return None if has_weights else f"holds no *.safetensors. {TO_SAFETENSORS}"
 
 
-def _result_in(folder: Path, wanted: str) -> str | None:
-    """Return what a directory of llama_ft or PEFT holds in place of a model (`wanted`: config.json)
+def _result_in(folder: Path, expected: str) -> str | None:
+    """Return what a directory of llama_ft or PEFT holds in place of a model (`expected`: config.json)
     or an adapter (adapter_config.json), and the flags that use it; None if it is none."""
     kinds = {"config.json": "a whole model", ADAPTER_FILES[0]: "an adapter"}
     results = [place / file for place in (folder, folder / "model") for file in kinds]
-    found = next((file for file in results if file.is_file()), None)
+    result = next((file for file in results if file.is_file()), None)
     is_run = (folder / RUN_MARKER).is_file()
-    if found is None and (is_run or (folder / "trainer.json").is_file()):
+    if result is None and (is_run or (folder / "trainer.json").is_file()):
         return f"is not a model. Make one of it: llama-ft export {folder} OUT."
-    if found is None or found == folder / wanted:
+    if result is None or result == folder / expected:
         return None
-    place = found.parent
-    what = f"is a run; its result is {kinds[found.name]}" if is_run else f"is {kinds[found.name]}"
-    if found.name == "config.json":
+    place = result.parent
+    what = f"is a run; its result is {kinds[result.name]}" if is_run else f"is {kinds[result.name]}"
+    if result.name == "config.json":
         return f"{what}. Use --model_name {place}."
-    if wanted == found.name:
+    if expected == result.name:
         return f"{what}. Use --from_peft_checkpoint {place}."
     try:
         base = base_model_of(str(place))

@@ -77,10 +77,10 @@ def attention_in_blocks(
     for block, keys, is_hidden in _blocks(tuple(lengths), query.shape[1]):
         queries = _together(query[:, block], key)
         probabilities = _probabilities(queries, key[:, keys], is_hidden, scale)
-        found = torch.bmm(probabilities, value[:, keys])
+        sums = torch.bmm(probabilities, value[:, keys])
         of_block = output[0, :, block]  # without added tokens
-        of_block.copy_(found.view(heads, -1, found.shape[2])[:, : of_block.shape[1]])
-        del queries, probabilities, found  # not held while the next block is computed
+        of_block.copy_(sums.view(heads, -1, sums.shape[2])[:, : of_block.shape[1]])
+        del queries, probabilities, sums  # not held while the next block is computed
     return output
 
 

@@ -199,15 +199,15 @@ class MetricsLog:
         if source is not None and source.is_file():
             shutil.copyfile(source, path)
         last_step = -1 if resume_step is None else resume_step
-        kept = list[bytes]()
+        lines = list[bytes]()
         corrupted = 0
         if path.exists():
-            kept, corrupted = _lines_up_to(path, last_step)
+            lines, corrupted = _lines_up_to(path, last_step)
         if corrupted:
             what = f"{path}: {plural(corrupted, 'line')} of earlier steps cannot be read"
             log.warning(f"{what}, so the plots lack these steps.")
-            replace_text(path, b"".join(kept).decode())
-        kept_bytes = sum(len(line) for line in kept)
+            replace_text(path, b"".join(lines).decode())
+        kept_bytes = sum(len(line) for line in lines)
         self._file = path.open("ab")
         self._file.truncate(kept_bytes)
 
@@ -226,7 +226,7 @@ class MetricsLog:
 def _lines_up_to(path: Path, last_step: int) -> tuple[list[bytes], int]:
     """Return the lines up to a step, and the number of unreadable lines between them. Unreadable
     lines at the end were left by a kill."""
-    kept = list[bytes]()
+    lines = list[bytes]()
     corrupted = 0
     unreadable = 0  # since the last line that was kept
     for line in path.read_bytes().splitlines(keepends=True):
@@ -237,10 +237,10 @@ def _lines_up_to(path: Path, last_step: int) -> tuple[list[bytes], int]:
             unreadable += 1
             continue
         if is_kept:
-            kept.append(line)
+            lines.append(line)
             corrupted += unreadable
             unreadable = 0
-    return kept, corrupted
+    return lines, corrupted
 
 
 def one_series_per_rank(metrics: Metrics) -> dict[str, float]:

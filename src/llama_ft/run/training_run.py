@@ -149,7 +149,7 @@ class TrainingRun:
             "flops": self.throughput.flops,  # model FLOPs for these tokens
             "host_peak_bytes": self.memory.host_peak_bytes,  # highest so far
             "device_peak_bytes": self.memory.device_peak_bytes,
-            "stop_asked": self.ranks.signals.asked(),  # see StopSignals
+            "stop_asked": self.ranks.signals.request(),  # see StopSignals
             "save_failed": self.writer.has_failed,  # 1: the pending checkpoint was not written
             "seconds": time.monotonic() - self._first_step_at,  # of this launch
             "waited": self.waited_seconds,  # for the batches
@@ -266,7 +266,7 @@ class TrainingRun:
             model,
             optimizer,
             description,
-            asked=outcome.save,
+            is_requested=outcome.save,
             best_loss=self.state.best.value if is_best else None,
             is_final=self._ends_run(outcome) or self.stop is not None,
         )

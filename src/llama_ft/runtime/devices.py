@@ -136,20 +136,20 @@ def features_of(lines: Iterable[str]) -> set[str]:
 
 
 def advise_precision(
-    asked: PrecisionName, free_to_choose: bool, device: torch.device
+    precision: PrecisionName, free_to_choose: bool, device: torch.device
 ) -> tuple[PrecisionName, str]:
     """Return the precision to use on this device, and a message for the user (empty if there is
     none).
 
     Args:
-        asked: a key of PRECISIONS.
+        precision: a key of PRECISIONS.
         free_to_choose: the user did not choose (the demo), so another precision may be returned.
         device: where the model computes.
 
     Raises:
         UserError: bf16 was asked for, and the GPU does not support it.
     """
-    dtype = PRECISIONS[asked].compute
+    dtype = PRECISIONS[precision].compute
     is_gpu = device.type == "cuda"
     if is_gpu:
         computes_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -159,14 +159,14 @@ def advise_precision(
         # From its features, not from a measurement: the same on a busy machine.
         fast_features = MATMUL_FEATURES.get(dtype)
         is_slow = fast_features is not None and cpu_features().isdisjoint(fast_features)
-        name = asked.partition("_")[0]
+        name = precision.partition("_")[0]
         what = f"this CPU only emulates {name} matmuls, several times slower than fp32"
     if not is_slow:
-        return asked, ""
+        return precision, ""
     if free_to_choose:
         return "fp32", f"precision=fp32: {what}."
     if is_gpu:
         raise UserError(
-            f"--precision {asked}: {what}.\n--precision fp16 uses loss scaling; fp32 is exact and slower."
+            f"--precision {precision}: {what}.\n--precision fp16 uses loss scaling; fp32 is exact and slower."
         )
-    return asked, f"{what}. --precision fp32 is faster here but needs more memory."
+    return precision, f"{what}. --precision fp32 is faster here but needs more memory."

@@ -225,7 +225,7 @@ class Ranks:
         Raises:
             Stopped: on all ranks.
         """
-        stop = self.signals.agreed(self.all_gather_floats(self.signals.asked()))
+        stop = self.signals.agreed(self.all_gather_floats(self.signals.request()))
         if stop is not None and stop.exit_code != 0:
             raise Stopped(stop)
 

@@ -27,11 +27,13 @@ class RunLock:
         is_exclusive: False on a file system without locks.
     """
 
-    def __init__(self, file: IO[str], folder: Path, is_exclusive: bool, made: list[Path]) -> None:
+    def __init__(
+        self, file: IO[str], folder: Path, is_exclusive: bool, new_directories: list[Path]
+    ) -> None:
         self.folder = folder
         self.is_exclusive = is_exclusive
         self._file = file
-        self._made = made  # directories that did not exist before
+        self._new_directories = new_directories  # directories that did not exist before
         self._has_announced = False
         self._text = f"process {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}\n"
         file.truncate(0)
@@ -53,7 +55,7 @@ class RunLock:
             raise UserError(f"{marker}: is a link. Remove it, or choose another output_dir.")
         if marker.exists() and not marker.is_file():
             raise UserError(f"{marker}: is not a file. Remove it, or choose another output_dir.")
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        new_directories = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = open(marker, "a+")
@@ -72,7 +74,7 @@ class RunLock:
         if not _is_same(file, marker):
             file.close()
             return "a run that is ending"
-        return cls(file, folder, is_exclusive, made)
+        return cls(file, folder, is_exclusive, new_directories)
 
     def holds(self, folder: Path) -> bool:
         """Return whether this process holds the lock of a directory."""
@@ -104,7 +106,7 @@ class RunLock:
             return
         with suppress(OSError):
             (self.folder / RUN_MARKER).unlink()
-            for path in self._made:
+            for path in self._new_directories:
                 path.rmdir()
 
 

@@ -75,7 +75,7 @@ class SharedMemory:
         token = b""
         readers = dict[int, int]()
         writers = dict[int, int]()
-        with ExitStack() as kept, ExitStack() as offered:  # descriptors to close
+        with ExitStack() as descriptors, ExitStack() as offered:  # descriptors to close
             with suppress(OSError, AttributeError):  # AttributeError: not Linux
                 if rank == 0:
                     for _ in range(blocks):
@@ -86,17 +86,17 @@ class SharedMemory:
                 for other in range(group.size()):
                     if other != rank:
                         readers[other], writers[other] = os.pipe()
-                        kept.callback(os.close, readers[other])
+                        descriptors.callback(os.close, readers[other])
                         # Without a writer here, a reader sees when its peer ends.
                         offered.callback(os.close, writers[other])
                 host = (BOOT_ID.read_text(), os.readlink(PROCESS_NAMESPACE))
                 offer = _Offer(host, os.getpid(), memory, token, writers)
             offers = gather(offer, group)
-            opened = _open_offered(offers, rank, kept)
+            opened = _open_offered(offers, rank, descriptors)
             is_open = gather(opened is not None, group)
             if opened is None or not all(is_open):
                 return None
-            return cls(group.size(), opened, readers, kept.pop_all())
+            return cls(group.size(), opened, readers, descriptors.pop_all())
 
     def tensor(self, block: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the first `count` numbers of a block. The block grows as needed."""
@@ -146,7 +146,9 @@ class _Opened(NamedTuple):
     writers: dict[int, int]
 
 
-def _open_offered(offers: Sequence[_Offer | None], rank: int, kept: ExitStack) -> _Opened | None:
+def _open_offered(
+    offers: Sequence[_Offer | None], rank: int, descriptors: ExitStack
+) -> _Opened | None:
     """Open what the ranks of the group offer to this one. Return None if that is not possible."""
     usable = [offer for offer in offers if offer is not None]
     hosts = {offer.host for offer in usable}
@@ -155,7 +157,7 @@ def _open_offered(offers: Sequence[_Offer | None], rank: int, kept: ExitStack) -
 
     def open_one(process: int, descriptor: int, how: int) -> int:
         opened = os.open(f"/proc/{process}/fd/{descriptor}", how)
-        kept.callback(os.close, opened)
+        descriptors.callback(os.close, opened)
         return opened
 
     with suppress(OSError):

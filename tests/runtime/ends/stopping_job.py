@@ -46,7 +46,7 @@ if __name__ == "__main__":
                     report("training")
                     if way == "rank 0 hangs" and job.rank == 0:
                         hang()
-                ranks = job.all_gather_floats(job.signals.asked())
+                ranks = job.all_gather_floats(job.signals.request())
                 job.record_step(step)
                 stop = job.signals.agreed(ranks[:, 0])
                 if stop is not None:

@@ -257,7 +257,7 @@ def test_a_signal_delivered_twice_by_a_launcher_counts_once(number: int) -> None
             os.kill(os.getpid(), number)
             assert stopping.end_requested.wait(10)
             os.kill(os.getpid(), number)
-    assert stopping.asked() == number and not ended
+    assert stopping.request() == number and not ended
 
 
 def test_a_forked_process_that_is_terminated_does_not_stop_its_parent() -> None:
@@ -272,13 +272,13 @@ def test_a_forked_process_that_is_terminated_does_not_stop_its_parent() -> None:
         os.kill(child.pid, signal.SIGTERM)
         child.join()
     assert child.exitcode == -signal.SIGTERM
-    assert stopping.asked() == 0 and not ended
+    assert stopping.request() == 0 and not ended
 
 
 def test_ranks_with_different_signals_agree_on_one() -> None:
     stopping = StopSignals()
     with stopping.between_steps("1h30m"):
-        asked = stopping.asked()
+        asked = stopping.request()
         assert asked == 0 and stopping.agreed(torch.tensor([0.0, 0.0])) is None
         assert stopping.agreed(torch.tensor([0.0, 0.5])) == Stop(0, "--stop_after 1h30m")
         assert stopping.agreed(torch.tensor([0.5, 15.0, 0.0])) == Stop(143, "SIGTERM")

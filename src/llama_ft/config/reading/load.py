@@ -193,20 +193,20 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
     else:
         head = f"{head} {format_value(value)}"
     if candidates:
-        wanted = f"expected one of {', '.join(candidates)}"
+        expectation = f"expected one of {', '.join(candidates)}"
     else:
-        wanted = error["msg"].partition(", unable")[0].removeprefix("Value error, ")
+        expectation = error["msg"].partition(", unable")[0].removeprefix("Value error, ")
         for theirs, ours in PLAIN.items():
-            wanted = wanted.replace(f"{theirs} to", ours)
-            wanted = wanted.replace(theirs, ours)
+            expectation = expectation.replace(f"{theirs} to", ours)
+            expectation = expectation.replace(theirs, ours)
     if "[key]" in inside:
-        wanted = "expected a name of letters, digits and underscores"
+        expectation = "expected a name of letters, digits and underscores"
     if isinstance(error["input"], Repeated):
-        wanted = "is given more than once"
+        expectation = "is given more than once"
     if setting.kind in EXAMPLES and not inside:
-        wanted = f"expected {EXAMPLES[setting.kind]}"
+        expectation = f"expected {EXAMPLES[setting.kind]}"
     if setting.name in ("optimizer", "score"):
-        wanted += ", or path/to/file.py:function"
+        expectation += ", or path/to/file.py:function"
     same = SAME_VALUES.get((setting.name, str(value).lower()))
     match = same or nearest(str(value), candidates)
     unsupported = UNSUPPORTED_VALUES.get((setting.name, str(value).lower()))
@@ -215,7 +215,7 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
     suggestion = f" Did you mean {match}?" if match else ""
     if str(value).lower() == "auto":  # as in other trainers, for what is the default here
         suggestion = " Leave it out for its default."
-    return f"{head}: {wanted}.{suggestion}"
+    return f"{head}: {expectation}.{suggestion}"
 
 
 def with_present_names(sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def _texts(node: yaml.Node) -> Any:
         values = dict[str, list[Any]]()
         for key, value in node.value:
             values.setdefault(str(key.value), []).append(_texts(value))
-        return {key: Repeated(found) if found[1:] else found[0] for key, found in values.items()}
+        return {key: Repeated(texts) if texts[1:] else texts[0] for key, texts in values.items()}
     return node.value
 
 

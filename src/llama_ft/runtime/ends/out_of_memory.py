@@ -62,8 +62,8 @@ def _cached_bytes(group: Path) -> int:
         text = (group / "memory.stat").read_text()
     except OSError:
         return 0
-    found = re.search(r"^inactive_file (\d+)$", text, re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"^inactive_file (\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None:

@@ -121,17 +121,17 @@ class StopSignals:
         if self._signal:
             self._interrupt(self._signal)
 
-    def asked(self) -> float:
+    def request(self) -> float:
         """Return a number to gather from all ranks: the request to stop this rank, or 0 if there is
         none."""
         if self._signal:
             return self._signal
         return STOP_AFTER_CODE if time.monotonic() > self._deadline else 0
 
-    def agreed(self, asked: torch.Tensor) -> Stop | None:
-        """Return why all ranks must stop after this step, or None. `asked` holds every rank's
-        `asked()`, [world_size]."""
-        number = float(asked.max())
+    def agreed(self, requests: torch.Tensor) -> Stop | None:
+        """Return why all ranks must stop after this step, or None. `requests` holds every rank's
+        `request()`, [world_size]."""
+        number = float(requests.max())
         if number == 0:
             return None
         stop_after = Stop(0, f"--stop_after {self._stop_after}")
