@@ -137,7 +137,7 @@ def find_fits(
             in full.
         report: called with a text about every change that is planned.
     """
-    kept = list[Change]()
+    changes = list[Change]()
     last = planned
     fits = list[Fit]()
     cheap, others = ladder(request, room)
@@ -145,26 +145,26 @@ def find_fits(
         settings, _ = change
         if any(gives_up_more(settings, fit.change) for fit in fits):
             continue
-        config, ranks, flags = apply_changes(request, [*kept, change])
+        config, ranks, flags = apply_changes(request, [*changes, change])
         if config is None or not flags:  # the run would reject these settings
             continue
-        asked = dataclasses.replace(request, config=config, world_size=ranks)
+        candidate = dataclasses.replace(request, config=config, world_size=ranks)
         try:
-            plan = predict(asked, recipe, quick=True)
+            plan = predict(candidate, recipe, quick=True)
             if has_room(plan, room) and not quick:
-                plan = predict(asked, recipe)
+                plan = predict(candidate, recipe)
         except UserError:
             continue
         report(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
         if has_room(plan, room):
-            gives_up = "; ".join(reason for _, reason in [*kept, change])
+            gives_up = "; ".join(reason for _, reason in [*changes, change])
             fits = [fit for fit in fits if not gives_up_more(fit.change, settings)]
             fits.append(Fit(config, flags, gives_up, plan, settings))
             if change in cheap or len(fits) == MAX_PROPOSALS:
                 break
         # Gradients of more micro-batches may take the memory that smaller ones save.
         elif change in cheap and plan.device_bytes < last.device_bytes:
-            kept = [*kept, change]
+            changes = [*changes, change]
             last = plan
     return fits
 
@@ -295,12 +295,12 @@ def choose_checkpointing(
         if config is None:
             continue  # selective needs layers that are FSDP units
         try:
-            asked = dataclasses.replace(request, config=config)
-            plan = predict(asked, recipe, quick=True)
+            candidate = dataclasses.replace(request, config=config)
+            plan = predict(candidate, recipe, quick=True)
             # the last choice is planned in full whether it fits or not
             is_chosen = has_room(plan, free) or how == "full"
             if is_chosen and plan.is_quick and not quick:
-                plan = predict(asked, recipe)
+                plan = predict(candidate, recipe)
         except UserError:
             if how == "off":
                 raise
@@ -327,16 +327,16 @@ def _keep_cast_weights(
     is_cast = not config.peft.use_peft and precision.trained != precision.compute
     if request.world_size > 1 or config.fsdp.enable_fsdp or not is_cast or math.isinf(free):
         return choice
-    kept = changed(config, CAST_ONCE, request.device)
-    if kept is None or not has_room(plan, free):
+    new_config = changed(config, CAST_ONCE, request.device)
+    if new_config is None or not has_room(plan, free):
         return choice
-    asked = dataclasses.replace(request, config=kept)
-    larger = predict(asked, recipe, quick)
+    candidate = dataclasses.replace(request, config=new_config)
+    larger = predict(candidate, recipe, quick)
     if not has_room(larger, free):
         return choice
     size = size_text(larger.device_bytes)
     note = f"weights are cast once per step, sharding_strategy SHARD_GRAD_OP ({size})"
-    return kept, f"{why}; {note}", larger
+    return new_config, f"{why}; {note}", larger
 
 
 def changed(config: Config, changes: dict[str, Any], device: str) -> Config | None:

@@ -145,12 +145,12 @@ class MemoryReport:
         if run and (plan := read_plan(run)):
             limit = min(limit, FITTING_SHARE * plan.device_bytes)
         # The model is already in the cache, so requests to the Hub would only take time.
-        kept = {
+        variables = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(TORCHRUN_VARIABLES)
         }
-        environment = {**kept, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        environment = {**variables, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as settings:
             # includes values that the run has resolved, such as auto
             resolved = run / "config.yaml" if run else Path()
@@ -164,7 +164,7 @@ class MemoryReport:
                 "--device",
                 ranks.device.type,
             ]
-            asked = [
+            words = [
                 self._planner,
                 "--config",
                 settings.name,
@@ -174,7 +174,7 @@ class MemoryReport:
                 "--quick",
                 "--json",
             ]
-            command = [sys.executable, *map(str, asked)]
+            command = [sys.executable, *map(str, words)]
             time = SECONDS_TO_PLAN
             try:
                 planner = subprocess.run(

@@ -110,8 +110,8 @@ def _with_pass(
     config = first_pass.config
     folder = models.local_folder(config.model.model_name, first_pass.flag, weights=False)
     model_config = models.load_model_config(folder, config.model.trust_remote_code)
-    asked = dataclasses.replace(request, config=config, folder=folder, new_tokens=None)
-    plan_with = partial(_pass_plan, asked, build_model, plan, first_pass)
+    pass_request = dataclasses.replace(request, config=config, folder=folder, new_tokens=None)
+    plan_with = partial(_pass_plan, pass_request, build_model, plan, first_pass)
     planned = _plan_quickly(plan_with, model_config, config, quick)
     peaks = {peak.phase: peak for peak in plan.peaks}
     for peak in planned.peaks:
@@ -141,14 +141,14 @@ def _pass_plan(
     tracker = Tracker(request.device)
     with _planning(request, tracker) as ranks:
         models.choose_head(model_config, config.preference.entry.has_score)
-        asked = models.ModelRequest(
+        model_request = models.ModelRequest(
             config,
             request.folder,
             model_config,
             purpose="reference",
             open_loader=loader_of_headers(headers),
         )
-        built = build_model(asked, ranks, tracker)
+        built = build_model(model_request, ranks, tracker)
         tracker.watch(built)
         tracker.enter("evaluation")
         first_pass.compute(built, batch, ranks)
@@ -177,7 +177,7 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
     is_validated = validation is not None
     with _planning(request, tracker) as ranks:
         models.choose_head(model_config, config.preference.entry.has_score)
-        asked = models.ModelRequest(
+        model_request = models.ModelRequest(
             config,
             request.folder,
             model_config,
@@ -185,7 +185,7 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
             with_images=request.media is not None,
             open_loader=loader_of_headers(headers),
         )
-        built = recipe.build_model(asked, ranks, tracker)
+        built = recipe.build_model(model_request, ranks, tracker)
         model = built.model
         tracker.watch(built)
         waiting = _without_values(batch, config, request.device)
@@ -404,10 +404,10 @@ def _memory(
         # gradients move to the host as soon as they are reduced
         if request.config.fsdp.fsdp_cpu_offload:
             offloaded = sum(by_phase["optimizer step"].holders[holder] for holder in OFFLOADED)
-            kept = [peak.holders | dict.fromkeys(OFFLOADED, 0) for peak in peaks]
+            on_device = [peak.holders | dict.fromkeys(OFFLOADED, 0) for peak in peaks]
             peaks = [
                 Peak(peak.phase, sum(holders.values()), holders)
-                for peak, holders in zip(peaks, kept, strict=True)
+                for peak, holders in zip(peaks, on_device, strict=True)
             ]
         largest = max(peak.bytes for peak in peaks)
         reserved = round(SLACK * largest)
@@ -430,8 +430,8 @@ def _plannable(config: Config) -> Config:
     a GPU. The packages of flash attention and Liger may be missing here: sdpa takes as much memory
     as flash attention, and layers without Liger take more. Layers are planned without
     torch.compile."""
-    wanted = config.model.attn_implementation
-    attention = "sdpa" if wanted.startswith("flash") else wanted
+    implementation = config.model.attn_implementation
+    attention = "sdpa" if implementation.startswith("flash") else implementation
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, activation_offload=False),
@@ -444,7 +444,7 @@ def _plannable(config: Config) -> Config:
 def _result_bytes(config: Config, built: models.BuiltModel) -> int:
     if not config.checkpoint.save_model:
         return 0
-    asked = save_dtype(config.checkpoint.save_dtype)
+    chosen_dtype = save_dtype(config.checkpoint.save_dtype)
     is_lora = config.peft.use_peft
     parameters = built.model.named_parameters()
     total = 0
@@ -455,7 +455,7 @@ def _result_bytes(config: Config, built: models.BuiltModel) -> int:
         saved_dtype = torch.float32
         if not is_lora:
             saved_dtype = built.stored.dtypes.get(name, parameter.dtype)
-        itemsize = (asked or saved_dtype).itemsize
+        itemsize = (chosen_dtype or saved_dtype).itemsize
         total += parameter.numel() * itemsize
         largest_itemsize = max(largest_itemsize, itemsize)
     if not is_lora:

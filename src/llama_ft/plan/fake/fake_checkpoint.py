@@ -159,13 +159,13 @@ def _reduce_layers(
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     reduced = build_on_meta(deepcopy(config), model).model
-    kept = dict[str, StoredTensor]()
+    few_headers = dict[str, StoredTensor]()
     for name, header in headers.items():
         layer_number = re.search(r"\b\d+\b", name)  # the first number in a name
         is_kept = layer_number is None or int(layer_number[0]) < layers
         if is_kept or name in of_images or conversion.is_ignored(reduced, name):
-            kept[name] = header
-    return kept
+            few_headers[name] = header
+    return few_headers
 
 
 def layers_are_alike(config: PretrainedConfig, settings: Config) -> bool:

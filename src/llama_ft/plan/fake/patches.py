@@ -45,8 +45,8 @@ class _KernelNorm(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        kept = inputs.new_empty(inputs.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(inputs, weight, kept)
+        inverse_norms = inputs.new_empty(inputs.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(inputs, weight, inverse_norms)
         return torch.empty_like(inputs)
 
     @staticmethod
