@@ -54,21 +54,21 @@ def main(what: Evaluation) -> None:
         tasks = find_tasks(flags.tasks, ranks) if flags.tasks else None
         results, bases = list[Evaluated](), list[tuple[Any, Evaluated]]()
         reported = set[str]()
-        for asked in what.asked:
-            tuned, tokenizer = evaluate(asked, None, tasks, what, ranks, reported)
+        for candidate in what.models:
+            tuned, tokenizer = evaluate(candidate, None, tasks, what, ranks, reported)
             base = results[0] if results else None
-            if asked.base is not None:
+            if candidate.base is not None:
                 # With the fine-tuned model's tokenizer and chat template, the base model gets the
                 # same tokens.
-                run = asked.run and (
-                    asked.run.model,
-                    asked.run.quantization,
-                    asked.run.train.precision,
+                run = candidate.run and (
+                    candidate.run.model,
+                    candidate.run.quantization,
+                    candidate.run.train.precision,
                 )
-                alike = asked.base, tokenizer.chat_template, len(tokenizer), run
+                alike = candidate.base, tokenizer.chat_template, len(tokenizer), run
                 base = next((known for key, known in bases if key == alike), None)
                 if base is None:
-                    base, _ = evaluate(asked, tokenizer, tasks, what, ranks, reported)
+                    base, _ = evaluate(candidate, tokenizer, tasks, what, ranks, reported)
                     bases.append((alike, base))
                     results.append(base)
             results.append(replace(tuned, base=base))
@@ -83,7 +83,7 @@ def main(what: Evaluation) -> None:
 
 
 def evaluate(
-    asked: ModelToEvaluate,
+    candidate: ModelToEvaluate,
     tokenizer: PreTrainedTokenizerBase | None,
     tasks: Any,
     what: Evaluation,
@@ -94,23 +94,26 @@ def evaluate(
     model. `reported`: as of `measure_loss`."""
     flags = replace(
         what.flags,
-        precision=what.flags.precision or (asked.run.train.precision if asked.run else "auto"),
+        precision=what.flags.precision
+        or (candidate.run.train.precision if candidate.run else "auto"),
     )
     samples = list[data.TokenizedData]()
 
     def prepare(request: models.ModelRequest, with_tokenizer: Any, _: Any) -> data.Media | None:
         if names_score(request.model_config):
             return None  # see below
-        samples.append(prepare_samples(request, with_tokenizer, asked, what, ranks))
+        samples.append(prepare_samples(request, with_tokenizer, candidate, what, ranks))
         return samples[0].media
 
     open_media = prepare if what.samples else None
     open_with = partial(open_model, ranks=ranks, build_model=build_model, open_media=open_media)
     if tokenizer is None:
-        name, opened = asked.place, open_with(asked.place, flags)
+        name, opened = candidate.place, open_with(candidate.place, flags)
     else:
-        name = f"base: {asked.base}" + (f" (of {asked.place})" if len(what.asked) > 1 else "")
-        opened = open_with(str(asked.base), flags, base_of=FineTuned(asked.run, tokenizer))
+        name = f"base: {candidate.base}" + (
+            f" (of {candidate.place})" if len(what.models) > 1 else ""
+        )
+        opened = open_with(str(candidate.base), flags, base_of=FineTuned(candidate.run, tokenizer))
     log.info(opened.about)
     if opened.built.has_score:
         raise UserError(
@@ -121,7 +124,7 @@ def evaluate(
         held_out = measure_loss(
             opened,
             samples[0],
-            asked,
+            candidate,
             what,
             ranks,
             reported,

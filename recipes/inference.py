@@ -70,10 +70,10 @@ def main(options: InferenceFlags) -> None:
         prompt = (
             "" if prompts or is_chat else ranks.broadcast_from_rank0(lambda: one_prompt(options))
         )
-        asked: str | Messages = prompt
+        question: str | Messages = prompt
         files = [os.path.abspath(os.path.expanduser(file)) for file in options.image]
         if files and not is_chat:
-            asked = [user_message(prompt, files)]
+            question = [user_message(prompt, files)]
         media: OpenMedia | None = None
         if files or prompts_have_media(prompts):
             media = partial(open_media, max_pixels=options.max_pixels)
@@ -92,7 +92,7 @@ def main(options: InferenceFlags) -> None:
         elif (
             truncated := answer_prompts(prompts, answerer, options, ranks)
             if prompts
-            else answer_one(asked, answerer, ranks)
+            else answer_one(question, answerer, ranks)
         ):
             log.info(
                 f"Truncated: {plural(truncated, 'answer')}. --max_new_tokens allows longer ones."

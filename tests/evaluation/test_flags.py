@@ -37,7 +37,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_run_gives_its_validation_samples_and_its_precision(place: Path) -> None:
     what = read_evaluate_flags(["kept", "--base", "--labels", "completion", "--precision=bf16"], "")
-    [asked] = what.asked
+    [asked] = what.models
     assert asked.run is not None and (asked.place, asked.base, asked.run.train.precision) == (
         "kept",
         "base",
@@ -75,7 +75,7 @@ def test_model_and_adapter_have_their_llama_recipes_flags(place: Path) -> None:
     )
     (place / "adapter" / "adapter_model.safetensors").touch()
     flags = ["--peft_model", "adapter", "--base", "--dataset", "rows.jsonl"]
-    assert read_evaluate_flags([*flags, "--model_name", "base"], "").asked == [
+    assert read_evaluate_flags([*flags, "--model_name", "base"], "").models == [
         ("adapter", None, "base")
     ]
     with pytest.raises(

@@ -101,7 +101,7 @@ def test_a_run_prints_few_lines_and_ends_with_commands_that_work(
         RECIPE.with_name(f"{name}.py") for name in ("inference", "evaluate", "export")
     ]
     assert read_inference_flags(chat[1:], "").paths == [f"{tmp_path}/a"]
-    assert read_evaluate_flags(evaluate[1:], "").asked[0].base == str(tiny_model)
+    assert read_evaluate_flags(evaluate[1:], "").models[0].base == str(tiny_model)
     assert read_export_flags(export[1:], "").merge
     left = [line for line in quiet.splitlines() if line and not line.startswith("warning: ")]
     assert [line.split(" ")[0] for line in left] == [

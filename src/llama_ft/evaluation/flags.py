@@ -120,7 +120,7 @@ class Evaluation:
     validation set."""
 
     flags: EvaluateFlags
-    asked: list[ModelToEvaluate]
+    models: list[ModelToEvaluate]
     config: Config
     samples: str
     split: Split | None
@@ -136,10 +136,10 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     if flags.tasks and importlib.util.find_spec("lm_eval") is None:
         errors.append("--tasks: needs lm-evaluation-harness. pip install -e '.[eval]' installs it.")
     check(errors)
-    asked = [_model_to_evaluate(place, flags) for place in flags.paths]
-    what = _select_samples(flags, asked, parsed.origins.keys())
+    models = [_model_to_evaluate(place, flags) for place in flags.paths]
+    what = _select_samples(flags, models, parsed.origins.keys())
     if what.samples:
-        by_run = f"{asked[0].place}: its run"
+        by_run = f"{models[0].place}: its run"
         origins = {name: parsed.origins.get(name, by_run) for name in READ}
         values = values_of(what.config)
         check(check_paths(values, origins, SETTINGS.keys() - READ))
@@ -147,11 +147,11 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
 
 
 def _model_to_evaluate(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
-    found = find_result(expanded(place)) if looks_local(place) else None
-    run = settings_of_run(*found) if found else None
+    result = find_result(expanded(place)) if looks_local(place) else None
+    run = settings_of_run(*result) if result else None
     base = flags.base_model or (run.model.model_name if run else None)
-    if base is None and flags.base and found and found[0] == "adapter":
-        base = base_model_of(str(found[1]))
+    if base is None and flags.base and result and result[0] == "adapter":
+        base = base_model_of(str(result[1]))
     if flags.base and base is None:
         raise UserError(
             f"--base: {place} does not say what it was fine-tuned from. Add --base_model."
@@ -170,11 +170,11 @@ def _selection(settings: DataConfig) -> list[Any]:
 
 
 def _select_samples(
-    flags: EvaluateFlags, asked: list[ModelToEvaluate], given: Set[str]
+    flags: EvaluateFlags, models: list[ModelToEvaluate], given: Set[str]
 ) -> Evaluation:
     """Select the samples by the given flags, or else as in the first model's run."""
-    runs = [(place, run) for place, run, _ in asked if run is not None]
-    place, run = runs[0] if runs else (asked[0].place, Config())
+    runs = [(place, run) for place, run, _ in models if run is not None]
+    place, run = runs[0] if runs else (models[0].place, Config())
     samples = ""
     split: Split | None = None
     # the final model's tokenizer contains the chat template
@@ -217,4 +217,4 @@ def _select_samples(
     settings = replace(run.data, **changed)
     train = replace(run.train, **evaluated)
     config = replace(run, data=settings, train=train)
-    return Evaluation(flags, asked, config, samples, split)
+    return Evaluation(flags, models, config, samples, split)

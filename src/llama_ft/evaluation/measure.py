@@ -33,7 +33,7 @@ Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr"
 def prepare_samples(
     request: models.ModelRequest,
     tokenizer: PreTrainedTokenizerBase,
-    asked: ModelToEvaluate,
+    candidate: ModelToEvaluate,
     what: Evaluation,
     ranks: Ranks,
 ) -> data.TokenizedData:
@@ -43,7 +43,7 @@ def prepare_samples(
     Args:
         request: the model.
         tokenizer: tokenizes the samples.
-        asked: the origin of the model, or of the model that was fine-tuned from it.
+        candidate: the origin of the model, or of the model that was fine-tuned from it.
         what: the settings and the split of the samples.
         ranks: the ranks.
     """
@@ -51,7 +51,7 @@ def prepare_samples(
     model_config = request.model_config
     new_tokens = request.new_tokens
     vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
-    has_new_tokens = asked.run is not None and asked.run.model.resize_embeddings
+    has_new_tokens = candidate.run is not None and candidate.run.model.resize_embeddings
     no_media = models.why_no_images(model_config)
     objective = training.build_objective(Config())  # the default: the loss of each token
     trust = request.config.model.trust_remote_code
@@ -79,7 +79,7 @@ def prepare_samples(
 def measure_loss(
     opened: LoadedModel,
     tokenized: data.TokenizedData,
-    asked: ModelToEvaluate,
+    candidate: ModelToEvaluate,
     what: Evaluation,
     ranks: Ranks,
     reported: set[str],
@@ -105,7 +105,7 @@ def measure_loss(
     if report not in reported:
         log.info(report)
         reported.add(report)
-    sets = _sets(tokenized, asked, what)
+    sets = _sets(tokenized, candidate, what)
     attention = model.config._attn_implementation
     is_packed = config.data.batching_strategy == "packing"
     if is_packed:
@@ -137,7 +137,7 @@ def measure_loss(
 
 
 def _sets(
-    tokenized: data.TokenizedData, asked: ModelToEvaluate, what: Evaluation
+    tokenized: data.TokenizedData, candidate: ModelToEvaluate, what: Evaluation
 ) -> dict[str, Dataset]:
     """Return the sets to evaluate by name: the requested split, or else the validation sets."""
     sets = tokenized.validations
@@ -145,7 +145,7 @@ def _sets(
         sets = {"": tokenized.train}
     if not sets:
         raise UserError(
-            f"{asked.place}: there is no validation set. --dataset FILE names samples for the evaluation."
+            f"{candidate.place}: there is no validation set. --dataset FILE names samples for the evaluation."
         )
     return sets
 
@@ -201,7 +201,7 @@ def run_tasks(
         with _quiet(ranks):
             with weights_stay_tied(model):  # HFLM ties them
                 adapted = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=flags.batch_size)
-            found = simple_evaluate(
+            output = simple_evaluate(
                 model=adapted,
                 tasks=list(flags.tasks),
                 task_manager=manager,
@@ -217,7 +217,7 @@ def run_tasks(
         raise UserError(
             f"--tasks: lm-evaluation-harness cannot ask them: {reason(error)}."
         ) from error
-    return _metrics(found) if found else {}
+    return _metrics(output) if output else {}
 
 
 @contextlib.contextmanager
@@ -254,11 +254,11 @@ def _quiet(ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def _metrics(found: Any) -> Metrics:
+def _metrics(output: Any) -> Metrics:
     """Convert lm_eval's {task: {"acc,none": 0.5, "acc_stderr,none": 0.1}}. A group's mean comes
     before its tasks."""
     metrics: Metrics = {}
-    by_task = {**found.get("groups", {}), **found["results"]}
+    by_task = {**output.get("groups", {}), **output["results"]}
     for task, values in by_task.items():
         metrics[task] = {}
         for key, value in values.items():

@@ -28,13 +28,13 @@ class Evaluated:
     def numbers(self) -> dict[tuple[str, str], Number]:
         """Return (task, metric) -> value and standard error. For the loss on samples, task is
         ""."""
-        found = dict[tuple[str, str], Number]()
+        numbers = dict[tuple[str, str], Number]()
         for name, value in (self.held_out or {}).items():
-            found["", name] = (value, None)
+            numbers["", name] = (value, None)
         for task, metrics in (self.tasks or {}).items():
             for name, metric in metrics.items():
-                found[task, name] = (metric["value"], metric["stderr"])
-        return found
+                numbers[task, name] = (metric["value"], metric["stderr"])
+        return numbers
 
 
 def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
@@ -89,7 +89,7 @@ def write_json(
         base = model.base.name if model.base else None
         entries.append({**vars(model), "base": base})
     # "rows" is the samples' name in files that others read
-    found = {"rows": samples, "task_settings": task_settings, "models": entries}
+    contents = {"rows": samples, "task_settings": task_settings, "models": entries}
     # Python writes NaN and Infinity as such; reading them again makes them None.
-    with_nulls = json.loads(json.dumps(found), parse_constant=lambda _: None)
+    with_nulls = json.loads(json.dumps(contents), parse_constant=lambda _: None)
     return json.dumps(with_nulls, indent=2)

@@ -244,6 +244,6 @@ def settings_of_run(kind: Result, held: Path) -> Config | None:
 
 def columns_of_run(name: str) -> list[str]:
     """Return --columns of the run that wrote what `name` loads; none without a run."""
-    found = find_result(expanded(name))
-    run = settings_of_run(*found) if found else None
+    result = find_result(expanded(name))
+    run = settings_of_run(*result) if result else None
     return run.data.columns if run else []

@@ -53,18 +53,18 @@ def resolve_sampling(options: InferenceFlags, config: GenerationConfig) -> dict[
     """Return values for the keys of DEFAULTS: the requested ones, else those of
     generation_config.json (`config`)."""
     values = dict[str, Any](DEFAULTS)
-    asked = set[str]()
+    names = set[str]()
     for name in DEFAULTS:
         from_flag = getattr(options, name)
         from_config = getattr(config, name, None)
         if from_flag is not None:
             values[name] = from_flag
-            asked.add(name)
+            names.add(name)
         elif from_config is not None:
             values[name] = from_config
     is_sampled = options.do_sample
     if is_sampled is None:
-        is_sampled = config.do_sample or not asked.isdisjoint({"temperature", "top_p", "top_k"})
+        is_sampled = config.do_sample or not names.isdisjoint({"temperature", "top_p", "top_k"})
     if not is_sampled:
         values["temperature"] = 0.0
     return values

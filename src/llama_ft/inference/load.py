@@ -74,8 +74,8 @@ class FineTuned(NamedTuple):
 
 
 @dataclass
-class _Found:
-    """The parts to load."""
+class _ModelFiles:
+    """What to load, and from where."""
 
     base: Path
     place: Path  # of the trained weights, or else of the base model
@@ -121,10 +121,10 @@ def open_model(
         RunFailure: the checkpoint is corrupted.
     """
     # both bf16_* compute in bf16
-    asked: Any = flags.precision if flags.precision in ("fp16", "fp32") else "bf16_pure"
+    precision: Any = flags.precision if flags.precision in ("fp16", "fp32") else "bf16_pure"
     is_free = flags.precision in (None, "auto")
     chosen, note = ranks.broadcast_from_rank0(
-        lambda: advise_precision(asked, is_free, ranks.device)
+        lambda: advise_precision(precision, is_free, ranks.device)
     )
     kind, held = find_result(expanded(place)) or ("", Path())
     if kind in ("checkpoint", "run"):
@@ -132,40 +132,40 @@ def open_model(
         place = str(ranks.broadcast_from_rank0(lambda: find_valid(held).folder))
     # The first process of each node downloads the model; the others find it in the Hub's cache.
     with ranks.local_main_process_first():
-        found = _find(place, flags, ranks, build_model, base_of)
-        request = _request(found, flags, PRECISIONS[chosen].compute)
-        media = open_media and open_media(request, found.tokenizer, found.run)
+        files = _find(place, flags, ranks, build_model, base_of)
+        request = _request(files, flags, PRECISIONS[chosen].compute)
+        media = open_media and open_media(request, files.tokenizer, files.run)
     request = replace(request, with_images=media is not None)
     built = build_model(request, ranks, NULL_MONITOR)
     model = built.model
     # Without an adapter, build_model has loaded the trained weights in place of the base's.
-    if found.trained is not None and built.adapter is not None:
-        checkpoint.restore_weights(found.trained, model)
+    if files.trained is not None and built.adapter is not None:
+        checkpoint.restore_weights(files.trained, model)
     model.requires_grad_(False)
-    _set_special_tokens(built, found)
-    where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
+    _set_special_tokens(built, files)
+    where = f"{files.place} (with {files.base})" if files.place != files.base else str(files.base)
     sharding = f"sharded across {ranks.shard.size} ranks" if flags.enable_fsdp else ""
     bits = quantization_name(model)
     compute = chosen[:4]  # "bf16" of bf16_pure
     facts = (where, compute, bits, sharding, str(ranks.device), note)
     about = ", ".join(fact for fact in facts if fact)
     model.eval()
-    stop_ids = models.stop_ids(found.base, request.model_config)
-    return LoadedModel(built, found.tokenizer, about, media, found.prompt_format, stop_ids)
+    stop_ids = models.stop_ids(files.base, request.model_config)
+    return LoadedModel(built, files.tokenizer, about, media, files.prompt_format, stop_ids)
 
 
-def _set_special_tokens(built: models.BuiltModel, found: _Found) -> None:
+def _set_special_tokens(built: models.BuiltModel, files: _ModelFiles) -> None:
     """Set the pad token of a model with a head for scores; of another one how it generates, and the
     tokens that end generation."""
     model = built.model
-    if found.has_score or (built.has_score and model.config.pad_token_id is None):
+    if files.has_score or (built.has_score and model.config.pad_token_id is None):
         vocabulary = models.vocabulary_size(model.config)
-        training.set_pad_token(model.config, found.tokenizer, vocabulary)
+        training.set_pad_token(model.config, files.tokenizer, vocabulary)
     if not built.has_score:
-        if (found.base / GENERATION_FILE).is_file():
-            model.generation_config = read_generation_config(found.base)
+        if (files.base / GENERATION_FILE).is_file():
+            model.generation_config = read_generation_config(files.base)
         # the base model's end of a text, and the chat template's end of a message
-        ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)
+        ends = data.stop_token_ids(files.tokenizer, model.generation_config.eos_token_id)
         model.generation_config.eos_token_id = ends or None
 
 
@@ -227,7 +227,7 @@ def _find(
     ranks: Ranks,
     build_model: models.BuildModel,
     base_of: FineTuned | None,
-) -> _Found:
+) -> _ModelFiles:
     trust = flags.trust_remote_code
     run = base_of.run if base_of is not None else None
     tokenizer = base_of.tokenizer if base_of is not None else None
@@ -263,10 +263,12 @@ def _find(
         base_config = models.load_model_config(base, trust)
         new = models.find_new_tokens(tokenizer, base, base_config, run.model)
     run = run or settings_of_run(kind, held)
-    return _Found(base, held, tokenizer, run, peft, new, has_score=has_score)
+    return _ModelFiles(base, held, tokenizer, run, peft, new, has_score=has_score)
 
 
-def _find_checkpoint(folder: Path, flags: ModelFlags, build_model: models.BuildModel) -> _Found:
+def _find_checkpoint(
+    folder: Path, flags: ModelFlags, build_model: models.BuildModel
+) -> _ModelFiles:
     """Return the parts of a checkpoint. They are found, and compared with the base model, as in an
     export."""
     valid = checkpoint.Checkpoint(folder)
@@ -274,7 +276,7 @@ def _find_checkpoint(folder: Path, flags: ModelFlags, build_model: models.BuildM
     export = Exporter.prepare(
         valid, build_model, flags.base_model, flags.tokenizer_name, trust, merge=True
     )
-    return _Found(
+    return _ModelFiles(
         base=export.base,
         place=valid.folder,
         tokenizer=export.tokenizer,
@@ -286,33 +288,33 @@ def _find_checkpoint(folder: Path, flags: ModelFlags, build_model: models.BuildM
     )
 
 
-def _request(found: _Found, flags: ModelFlags, dtype: torch.dtype) -> models.ModelRequest:
+def _request(files: _ModelFiles, flags: ModelFlags, dtype: torch.dtype) -> models.ModelRequest:
     """Return what `build_model` builds to answer prompts: nothing is trained or packed, and all
     weights are stored in the dtype of the computation."""
-    model_config = models.load_model_config(found.base, flags.trust_remote_code)
-    if found.has_score:
+    model_config = models.load_model_config(files.base, flags.trust_remote_code)
+    if files.has_score:
         models.choose_head(model_config, has_score=True)
     quantization = QuantizationConfig(mode=flags.quantization or "none")
-    if found.run is not None and flags.quantization in (None, found.run.quantization.mode):
-        quantization = found.run.quantization  # including all its other settings
+    if files.run is not None and flags.quantization in (None, files.run.quantization.mode):
+        quantization = files.run.quantization  # including all its other settings
     train = TrainConfig(activation_checkpointing="off", router_aux_loss_coef=0, seed=0)
     config = Config(
-        model=ModelConfig(model_name=str(found.base), trust_remote_code=flags.trust_remote_code),
+        model=ModelConfig(model_name=str(files.base), trust_remote_code=flags.trust_remote_code),
         data=DataConfig(batching_strategy="padding"),
         train=train,
         fsdp=FSDPConfig(enable_fsdp=flags.enable_fsdp),
-        peft=found.peft or PeftConfig(),
+        peft=files.peft or PeftConfig(),
         quantization=quantization,
     )
     return models.ModelRequest(
         config,
-        found.base,
+        files.base,
         model_config,
-        found.new,
+        files.new,
         purpose="read",
         is_sharded=flags.enable_fsdp,
-        trained=found.trained.weights() if found.trained is not None else None,
+        trained=files.trained.weights() if files.trained is not None else None,
         storage=Precision(dtype, dtype, dtype, dtype),
         # the dtype that training has quantized from, so that the quantized weights are the same
-        quantized_from=PRECISIONS[found.run.train.precision].frozen if found.run else dtype,
+        quantized_from=PRECISIONS[files.run.train.precision].frozen if files.run else dtype,
     )

@@ -158,7 +158,7 @@ def _with_media(sample: Sample, place: str) -> Sample:
 
 def prompts_have_media(prompts: Prompts) -> bool:
     """Return whether a prompt of `read_prompts` is more than text."""
-    return any(media_paths(asked) for _, asked in prompts if not isinstance(asked, str))
+    return any(media_paths(prompt) for _, prompt in prompts if not isinstance(prompt, str))
 
 
 def _prompt_of(sample: Sample) -> Messages | str:
@@ -215,12 +215,12 @@ def answer_prompts(
     limits = []
     usable = []
     bad = list[tuple[str, str]]()
-    for number, (sample, asked) in enumerate(prompts, start=1):
+    for number, (sample, question) in enumerate(prompts, start=1):
         try:
-            prompt = answerer.tokens(asked, tools_of(sample))
+            prompt = answerer.tokens(question, tools_of(sample))
             limits.append(answerer.longest_answer(len(prompt)))
             tokens.append(prompt)
-            usable.append((sample, asked))
+            usable.append((sample, question))
         except UserError as error:
             bad.append((f"--prompts: {_name(number, options)}", error.messages[0]))
     refuse_or_skip(bad, options.skip_bad_rows)
@@ -368,13 +368,13 @@ def converse(answerer: Answerer, ranks: Ranks, files: Sequence[str] = ()) -> Non
             elif message.startswith("/"):
                 log.info(HELP)
             elif message.strip():
-                asked: dict[str, Any] = {"role": "user", "content": message}
+                chat_message: dict[str, Any] = {"role": "user", "content": message}
                 if files and not messages:
-                    asked = user_message(message, files)
+                    chat_message = user_message(message, files)
                 if answerer.asks_text and not files:
                     _print_answer(message, answerer, ranks)
                     continue
-                chat = [*messages, asked]
+                chat = [*messages, chat_message]
                 answer = _print_answer(chat, answerer, ranks)
                 messages = [*chat, {"role": "assistant", "content": answer}]
         except KeyboardInterrupt:
@@ -385,7 +385,7 @@ def converse(answerer: Answerer, ranks: Ranks, files: Sequence[str] = ()) -> Non
             log.info(str(error))
 
 
-def _print_answer(asked: Messages | str, answerer: Answerer, ranks: Ranks) -> str:
+def _print_answer(prompt: Messages | str, answerer: Answerer, ranks: Ranks) -> str:
     """Print the answer while it is generated, and return it. Ctrl-C keeps the part so far."""
     parts = list[str]()
     note = ""
@@ -396,7 +396,7 @@ def _print_answer(asked: Messages | str, answerer: Answerer, ranks: Ranks) -> st
             print_part(part)
 
     try:
-        if answerer.answer([answerer.tokens(asked)], show)[0].is_truncated:
+        if answerer.answer([answerer.tokens(prompt)], show)[0].is_truncated:
             note = "(truncated: --max_new_tokens N allows longer answers)"
     except KeyboardInterrupt:
         note = "(stopped)"
