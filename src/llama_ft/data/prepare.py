@@ -87,11 +87,13 @@ class TokenizedData:
         For streamed samples it is a checksum of everything that determines them.
         """
         splits = {"dataset": self.report.train, "validation": self.report.validation}
-        found = {name: split.fingerprint for name, split in splits.items() if split is not None}
+        fingerprints = {
+            name: split.fingerprint for name, split in splits.items() if split is not None
+        }
         if self.named:
             parts = [f"{name} {one.report.train.fingerprint}" for name, one in self.named.items()]
-            found["validation"] = "\n".join(parts)
-        return found
+            fingerprints["validation"] = "\n".join(parts)
+        return fingerprints
 
     @property
     def longest_example(self) -> int | None:
@@ -182,12 +184,12 @@ def prepare(
     """
     opened = _open_sources(config, tokenizer, request, cache)
     source = opened.training
-    encoder, made = _make_encoder(opened, config, tokenizer, request, cache)
+    encoder, first_look = _make_encoder(opened, config, tokenizer, request, cache)
     tokenization = _tokenization(opened, encoder, config, request)
     report, folder = tokenized(tokenization, cache, verify_cache)
     if request.use == "train" and request.examples is unpaired_examples and not config.streaming:
         _check_labels(source.name, report.train)
-    summary = made.summary
+    summary = first_look.summary
     if config.validation_output and verify_cache:  # on each node, which may have its own disk
         summary.append(_write_held_out(tokenization, folder))
     if not request.want_validation:
@@ -200,7 +202,7 @@ def prepare(
     report = _with_chat(report, named)
     leaks = _leaks(report, folder, named, opened.is_trained_on, config.streaming)
     summary += _described(report, named, request)
-    warnings = made.warnings + note_lines(report.notes)
+    warnings = first_look.warnings + note_lines(report.notes)
     for name, one in named.items():
         warnings += [f"{name}: {line}" for line in one.warnings]
         if not config.streaming and TRAINED_ON not in leaks:
@@ -218,7 +220,7 @@ def prepare(
         hashes=None if config.streaming else folder / HASHES.format("train"),
         untokenized=(source, encoder),
         media=encoder.media,
-        prompt_format=made.prompt_format,
+        prompt_format=first_look.prompt_format,
     )
 
 
@@ -381,7 +383,7 @@ def _open_sources(
     return _OpenedSources(training, reshaped(validation, config), [], is_trained_on)
 
 
-class _Found(NamedTuple):
+class _FirstLook(NamedTuple):
     """What the first samples say."""
 
     prompt_format: PromptFormat
@@ -395,7 +397,7 @@ def _make_encoder(
     tokenizer: PreTrainedTokenizerBase,
     request: DataRequest,
     cache: Path,
-) -> tuple[Encoder, _Found]:
+) -> tuple[Encoder, _FirstLook]:
     """Look at the first samples, and return what makes tokens of all. Sets the tokenizer's chat
     template if there are chats.
 
@@ -413,7 +415,7 @@ def _make_encoder(
         if any(have_media(part.first_samples) for part in parts):
             media = request.load_media(config, cache)
         no_media = f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
-    look = partial(look_at_formats, wanted=config.dataset_format, with_media=media is not None)
+    look = partial(look_at_formats, format_name=config.dataset_format, with_media=media is not None)
     trained, summary = look(source)
     kinds = trained
     if opened.validation is not None:
@@ -443,4 +445,4 @@ def _make_encoder(
         stop_ids=request.stop_ids,
     )
     is_text = tuple in trained and trained.isdisjoint((list, TokenizedSample))
-    return encoder, _Found("text" if is_text else "chat", summary, warnings)
+    return encoder, _FirstLook("text" if is_text else "chat", summary, warnings)

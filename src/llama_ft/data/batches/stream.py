@@ -312,7 +312,7 @@ def plan_training(
     """
     fingerprints = ranks.gather(data.fingerprints())
     expected = fingerprints[0]
-    other = [str(rank) for rank, found in enumerate(fingerprints) if found != expected]
+    other = [str(rank) for rank, fingerprint in enumerate(fingerprints) if fingerprint != expected]
     if other:
         raise UserError(
             f"--dataset: rank {', '.join(other)} has other samples than rank 0.\nExpected the same files on every "

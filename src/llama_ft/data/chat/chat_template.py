@@ -95,7 +95,7 @@ END_MARKER = re.compile(r"<[^<>\s]+>")
 
 
 def ensure_chat_template(
-    tokenizer: "PreTrainedTokenizerBase", wanted: str | None = None, add_tokens: bool = False
+    tokenizer: "PreTrainedTokenizerBase", choice: str | None = None, add_tokens: bool = False
 ) -> str:
     """Set the tokenizer's chat template in place, so that it is saved with the final model.
 
@@ -105,7 +105,7 @@ def ensure_chat_template(
 
     Args:
         tokenizer: the run's tokenizer.
-        wanted: `--chat_template`, the name of a built-in template or a file. None: the tokenizer's
+        choice: `--chat_template`, the name of a built-in template or a file. None: the tokenizer's
             own, else alpaca.
         add_tokens: add missing special tokens to the tokenizer, because the model's embeddings may
             grow. The token that ends a message becomes the EOS token.
@@ -119,12 +119,12 @@ def ensure_chat_template(
     """
     notes = []
     subject = "the tokenizer's chat template"
-    if wanted is not None:
-        subject = f"--chat_template {wanted}"
+    if choice is not None:
+        subject = f"--chat_template {choice}"
         # chatml is Qwen's template. Qwen has no BOS token, but a Llama needs it.
-        bos = "{{ bos_token }}" if wanted == "chatml" and added_bos(tokenizer) else ""
-        tokenizer.chat_template = bos + (BUILT_IN.get(wanted) or _read_template(wanted))
-        notes.append(f"chat template: {wanted}, saved with the final model")
+        bos = "{{ bos_token }}" if choice == "chatml" and added_bos(tokenizer) else ""
+        tokenizer.chat_template = bos + (BUILT_IN.get(choice) or _read_template(choice))
+        notes.append(f"chat template: {choice}, saved with the final model")
     elif not tokenizer.chat_template:
         tokenizer.chat_template = ALPACA
         notes.append(
@@ -212,16 +212,16 @@ def template_for(tokenizer: "PreTrainedTokenizerBase", tools: Tools | None) -> s
 def templates_in_use(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Return the templates that `template_for` can return: one, or those called default and
     tool_use."""
-    found = list[str]()
+    templates = list[str]()
     error: UserError | None = None
     for tools in (None, TOOLS):
         try:
-            found.append(template_for(tokenizer, tools))
+            templates.append(template_for(tokenizer, tools))
         except UserError as problem:
             error = error or problem
-    if not found and error is not None:
+    if not templates and error is not None:
         raise error
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(templates))
 
 
 def _around_responses(
@@ -233,7 +233,7 @@ def _around_responses(
         UserError: a template has an error, or exceeds a limit.
     """
     special_tokens = tokenizer.special_tokens_map
-    found = []
+    surroundings = []
     for template in templates_in_use(tokenizer):
         problem = _exceeded_limit(template, json.dumps(special_tokens, default=str))
         if problem:
@@ -247,8 +247,8 @@ def _around_responses(
             raise UserError(f"{subject} cannot be used: {error}") from None
         around = _around_a_response(template, special_tokens)
         if around is not None:
-            found.append(around)
-    return found
+            surroundings.append(around)
+    return surroundings
 
 
 def _around_a_response(template: str, special_tokens: dict[str, Any]) -> tuple[str, str] | None:

@@ -125,18 +125,18 @@ class ChatRenderer:
                 if message["role"] == "assistant":
                     _refuse_dropped(index, message, text)
             return RenderedChat(text, self._all_but(messages, tools, text), [])
-        wanted = self._wanted(messages)
+        indices = self._messages_in_loss(messages)
         last = len(messages) - 1
         pieces = []
-        for index in wanted:
+        for index in indices:
             # The last response ends the chat, which is rendered already.
             rendered = (text, blocks) if index == last else None
             pieces.append(self._piece(messages[: index + 1], tools, rendered))
-        for index, piece in zip(wanted, pieces, strict=True):
+        for index, piece in zip(indices, pieces, strict=True):
             at_inference = piece.text[: piece.end]
             if text.startswith(at_inference):
                 continue
-            if wanted == [last]:
+            if indices == [last]:
                 return RenderedChat(piece.text, piece.spans, [piece.start])
             reason = _difference(index, at_inference, text)
             raise ChatDiffers(self.pieces(messages), text, reason)
@@ -144,7 +144,7 @@ class ChatRenderer:
         if self.has_generation_block:
             # a block may hold more after the end of a chat than inside of it (Phi-3)
             spans = []
-            for index, piece in zip(wanted, pieces, strict=True):
+            for index, piece in zip(indices, pieces, strict=True):
                 end = len(text) if index == last else piece.end
                 spans += _clipped(blocks, piece.start, end)
         return RenderedChat(text, spans, [piece.start for piece in pieces])
@@ -158,11 +158,11 @@ class ChatRenderer:
                 message = {**message, "weight": 0}
             unweighted.append(message)
         conversations = []
-        for index in self._wanted(messages):
+        for index in self._messages_in_loss(messages):
             conversations.append([*unweighted[:index], messages[index]])
         return conversations
 
-    def _wanted(self, messages: list[Message]) -> list[int]:
+    def _messages_in_loss(self, messages: list[Message]) -> list[int]:
         """Return the indices of the responses in the loss."""
         roles = [message["role"] for message in messages]
         responses = [index for index, role in enumerate(roles) if role == "assistant"]
@@ -252,8 +252,8 @@ class ChatRenderer:
         """Return where a response begins under a template without a generation prompt, which
         writes a heading, such as a space, before responses only."""
         probed = [*messages[:-1], {"role": "assistant", "content": PROBE}]
-        heading, found, _ = self._text(probed, tools).partition(PROBE)
-        return len(heading) if found and text.startswith(heading) else prompt_end
+        heading, probe, _ = self._text(probed, tools).partition(PROBE)
+        return len(heading) if probe and text.startswith(heading) else prompt_end
 
     def _written(
         self, prompt: str, messages: list[Message], tools: Tools | None, text: str
@@ -272,10 +272,10 @@ class ChatRenderer:
         opened = OPENED_REASONING.search(heading)
         bare = heading[: opened.start()] if opened else heading
         probed = [*messages[:-1], {"role": "assistant", "content": PROBE}]
-        before, found, _ = self._text(probed, tools).partition(PROBE)
+        before, probe, _ = self._text(probed, tools).partition(PROBE)
         at = before.rfind(bare) if bare else -1
         start = at + len(bare)
-        if not found or at < 0 or not text.startswith(before[:start]):
+        if not probe or at < 0 or not text.startswith(before[:start]):
             raise BadSample(
                 f"{place}: with this response, the chat template writes what is before it differently "
                 "from the prompt that inference has; use another one (--chat_template)."
@@ -373,7 +373,7 @@ def drop_reasoning(messages: list[Message]) -> list[Message]:
     Raises:
         BadSample: nothing is left of a response.
     """
-    kept = []
+    shortened = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             message = {key: value for key, value in message.items() if key not in REASONING}
@@ -385,8 +385,8 @@ def drop_reasoning(messages: list[Message]) -> list[Message]:
                     f'"messages[{index}]" has nothing but reasoning content, and '
                     "--reasoning_content is drop."
                 )
-        kept.append(message)
-    return kept
+        shortened.append(message)
+    return shortened
 
 
 def _reasoning(message: Message) -> str:
@@ -439,5 +439,5 @@ def _difference(index: int, at_inference: str, text: str) -> str:
     at = len(commonprefix([at_inference, text]))
     around = slice(max(0, at - EXCERPT // 2), at + EXCERPT // 2)
     expected = json.dumps(at_inference[around], ensure_ascii=False)
-    found = json.dumps(text[around], ensure_ascii=False)
-    return f"messages[{index}] is {expected} at inference, and {found} inside the chat"
+    actual = json.dumps(text[around], ensure_ascii=False)
+    return f"messages[{index}] is {expected} at inference, and {actual} inside the chat"

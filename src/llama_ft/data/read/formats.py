@@ -78,7 +78,7 @@ ROLES_AFTER = {
 }
 
 
-def find_format(dataset: str, columns: Collection[str], wanted: str) -> SampleFormat:
+def find_format(dataset: str, columns: Collection[str], format_name: str) -> SampleFormat:
     """Find the format of a dataset by its columns, or check that the requested format fits them.
 
     A column `text` decides only if nothing else fits: alpaca files often have the rendered sample
@@ -87,35 +87,35 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> SampleFo
     Args:
         dataset: its name, for messages.
         columns: the column names found.
-        wanted: `auto` or a format (`--dataset_format`).
+        format_name: `auto` or a format (`--dataset_format`).
 
     Raises:
         UserError: the columns fit no format, several, or not the one asked for.
     """
-    found = set(columns)
-    fitting = [name for name, one in FORMATS.items() if found.issuperset(one.required)]
-    if wanted in fitting:
-        return wanted
+    column_names = set(columns)
+    fitting = [name for name, one in FORMATS.items() if column_names.issuperset(one.required)]
+    if format_name in fitting:
+        return format_name
     plainly = [name for name in fitting if name not in ("text", PREFERENCE)] or fitting
-    if wanted == "auto" and plainly == [PREFERENCE]:
+    if format_name == "auto" and plainly == [PREFERENCE]:
         names = objectives_text(lambda entry: PREFERENCE in entry.formats)
         raise UserError(
             f"{dataset}: it has pairs of a chosen and a rejected response.\nTrain on them with --objective {names}. "
             "Supervised fine-tuning takes --columns with messages=chosen or completion=chosen."
         )
-    if wanted == "auto" and UNPAIRED in fitting:
+    if format_name == "auto" and UNPAIRED in fitting:
         names = objectives_text(lambda entry: UNPAIRED in entry.formats)
         raise UserError(
             f"{dataset}: its completions have labels, desirable or not.\n--objective {names} is trained on them; with "
             "--dataset_format prompt_completion supervised fine-tuning is trained on all of them, whatever their label."
         )
-    if wanted == "auto" and len(plainly) == 1:
+    if format_name == "auto" and len(plainly) == 1:
         return plainly[0]
     formats = [f"{name} ({' and '.join(one.required)})" for name, one in FORMATS.items()]
     fit = " and ".join(plainly) or "no format"
     raise UserError(
         f"{dataset}: its columns are {', '.join(sorted(columns))}, which fit {fit}; "
-        f"--dataset_format is {wanted}.\n"
+        f"--dataset_format is {format_name}.\n"
         f"Expected columns of one of these formats, or --dataset_format with its name: {', '.join(formats)}."
     )
 

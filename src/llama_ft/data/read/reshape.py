@@ -198,8 +198,8 @@ def _pairs(columns: Collection[str]) -> Iterator[tuple[str, str]]:
 
 def _fit(columns: Collection[str]) -> bool:
     """Return whether one of the formats that are recognized by their columns fits."""
-    found = set(columns)
-    fitting = [name for name, one in FORMATS.items() if found.issuperset(one.required)]
+    names = set(columns)
+    fitting = [name for name, one in FORMATS.items() if names.issuperset(one.required)]
     # Pairs are not recognized: objective and format must ask for them.
     return any(name != PREFERENCE for name in fitting)
 
@@ -224,13 +224,15 @@ def describe_columns(part: Source, sample_format: str, with_media: bool) -> str:
     return text
 
 
-def look_at_formats(source: Source, wanted: str, with_media: bool) -> tuple[set[type], list[str]]:
+def look_at_formats(
+    source: Source, format_name: str, with_media: bool
+) -> tuple[set[type], list[str]]:
     """Return the types of the first samples' contents (list: a chat), and a line on format and
     columns per part."""
     kinds = set[type]()
     lines = list[str]()
     for part in source.parts or (source,):
-        sample_format = part.sample_format(wanted)
+        sample_format = part.sample_format(format_name)
         read = FORMATS[sample_format].read
         for sample in part.first_samples:
             # Bad samples are reported later, when all samples are read.

@@ -115,15 +115,15 @@ class Source:
         """The columns of the first samples."""
         return {column for sample in self.first_samples for column in sample}
 
-    def sample_format(self, wanted: str) -> SampleFormat:
-        """Return the format of the samples: `wanted`, or for auto the one that fits the columns
+    def sample_format(self, format_name: str) -> SampleFormat:
+        """Return the format of the samples: `format_name`, or for auto the one that fits the columns
         (`find_format`)."""
         try:
-            return find_format(self.name, self.columns, wanted)
+            return find_format(self.name, self.columns, format_name)
         except UserError as error:
             [first, *others] = self.first_samples
             lists = [column for column, value in first.items() if is_list_of_objects(value)]
-            if others or not lists or wanted != "auto":
+            if others or not lists or format_name != "auto":
                 raise
             raise UserError(
                 f"{self.name}: is one object, and its samples are in the list {lists[0]}; expected the list alone.\n"
@@ -131,12 +131,12 @@ class Source:
             ) from error
 
     def formatted_samples(
-        self, wanted: str
+        self, format_name: str
     ) -> Iterator[tuple[str, Sample | BadSample, SampleFormat]]:
         """Yield (place, sample, format). Samples are repeated by their weight, and parts of a
         mixture alternate."""
         parts = self.parts or (self,)
-        reading = [part._weighted(part.sample_format(wanted)) for part in parts]
+        reading = [part._weighted(part.sample_format(format_name)) for part in parts]
         # the first sample of each part, then the second of each; parts that have ended add nothing
         for of_each_part in itertools.zip_longest(*reading, fillvalue=()):
             yield from itertools.chain.from_iterable(of_each_part)
@@ -191,8 +191,8 @@ def open_source(
         UserError: the dataset does not exist or cannot be read.
     """
 
-    def opened(name: str, wanted: str | None) -> Source:
-        """Open one dataset. `wanted` is its split; None selects the one that fits validation
+    def opened(name: str, split_name: str | None) -> Source:
+        """Open one dataset. `split_name` is its split; None selects the one that fits validation
         best."""
         kind = kind_of_data(name)
         if kind == "demo":
@@ -204,15 +204,15 @@ def open_source(
         if kind == "ready":
             short_name = name.removesuffix("_dataset")
             hub_name, train, validation = READY[short_name]
-            if wanted in (None, "train"):
-                wanted = train if split == "train" else validation
-            raw = _split_source(hub_name, wanted)
+            if split_name in (None, "train"):
+                split_name = train if split == "train" else validation
+            raw = _split_source(hub_name, split_name)
             task = TASKS.get(short_name)
             if task is None:
                 return raw
             return dataclasses.replace(raw, read=lambda: _alpaca_samples(raw.read(), *task))
         try:
-            return _split_source(name, wanted, config.streaming)
+            return _split_source(name, split_name, config.streaming)
         except UserError:
             raise
         except Exception as error:  # of the disk, pyarrow or a network library
@@ -246,7 +246,7 @@ def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False)
 
 
 def _alpaca_samples(
-    samples: Iterator[tuple[str, Any]], instruction: str, given: str, wanted: str
+    samples: Iterator[tuple[str, Any]], instruction: str, given: str, output: str
 ) -> Samples:
     """Yield samples in the alpaca format. A sample with several outputs becomes one sample per
     output."""
@@ -255,7 +255,7 @@ def _alpaca_samples(
             yield place, sample
             continue
         task = {"instruction": instruction, "input": sample[given]}
-        outputs = sample[wanted]
+        outputs = sample[output]
         if isinstance(outputs, list):
             outputs = [text for text in outputs if text.strip()]
         else:
@@ -264,17 +264,17 @@ def _alpaca_samples(
             yield place, {**task, "output": text}
 
 
-def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Source:
+def _split_source(name: str, split_name: str | None, streaming: bool = False) -> Source:
     """Open a dataset that may have splits: from the Hub, files, or a directory."""
     splits = splits_of(name, streaming)
     is_hub = kind_of_data(name) == "hub"
-    split = wanted or _split_for_validation(splits)
+    split = split_name or _split_for_validation(splits)
     # `datasets` slices Hub datasets itself
     split, part = (split, slice(None)) if is_hub else _sliced(split)
     if split == "train" and set(splits) == {""}:
         split = ""
     # a Hub split may be a slice such as train[:5%]
-    if split not in splits and not (is_hub and wanted):
+    if split not in splits and not (is_hub and split_name):
         way_out = ""
         if "[" in split and not is_hub:
             way_out = " A slice of files counts samples: train[10:100]."
@@ -342,8 +342,8 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
         files = [str(file) for file in data_files(path)]
     else:  # a URL that is a pattern or a directory
         system, remote = fsspec.core.url_to_fs(name)
-        found = system.find(remote) if name.endswith("/") else system.glob(remote)
-        remote_files = [file for file in sorted(found) if data_suffix(file)]
+        paths = system.find(remote) if name.endswith("/") else system.glob(remote)
+        remote_files = [file for file in sorted(paths) if data_suffix(file)]
         # fsspec returns paths without the protocol, such as s3://
         files = [str(system.unstrip_protocol(file)) for file in remote_files]
     if kind == "folder" or name.endswith("/"):

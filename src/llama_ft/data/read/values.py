@@ -92,9 +92,9 @@ def check_numbers(sample: Sample, columns: Collection[str]) -> None:
 
 def refuse_not_finite(value: Any, place: str) -> None:
     """Raise BadSample if a number in `value`, however nested, is NaN or infinite."""
-    found = _not_finite(value)
-    if found is not None:
-        inside, number = found
+    entry = _not_finite(value)
+    if entry is not None:
+        inside, number = entry
         expected = "a value (pandas writes NaN for a missing one)"
         if math.isinf(number):
             expected = "a finite number"
@@ -111,9 +111,9 @@ def _not_finite(value: Any) -> tuple[str, float] | None:
     elif isinstance(value, list | tuple):
         inner = ((f"[{at}]", each) for at, each in enumerate(value) if not isinstance(each, str))
     for name, each in inner:
-        found = _not_finite(each)
-        if found is not None:
-            inside, number = found
+        entry = _not_finite(each)
+        if entry is not None:
+            inside, number = entry
             return name + inside, number
     return None
 

@@ -211,9 +211,9 @@ def _write_splits(
                     held_out = encoded.samples["content"] / 2**64 < tokenization.fraction
                 for name, split in splits.items():
                     is_validation = name == "validation"
-                    kept = split.add(chunk, encoded, held_out if is_validation else ~held_out)
+                    is_kept = split.add(chunk, encoded, held_out if is_validation else ~held_out)
                     if is_validation and tokenization.fraction is not None:
-                        held_out_numbers.append(samples + numpy.flatnonzero(kept))
+                        held_out_numbers.append(samples + numpy.flatnonzero(is_kept))
                 samples += len(chunk)
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()

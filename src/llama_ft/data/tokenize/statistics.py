@@ -122,7 +122,9 @@ class Duplicates:
         self._last = ("", 0)  # place and hash of the sample before
         self._is_last_kept = True
 
-    def kept(self, places: list[str], hashes: numpy.ndarray, mine: numpy.ndarray) -> numpy.ndarray:
+    def first_ones(
+        self, places: list[str], hashes: numpy.ndarray, mine: numpy.ndarray
+    ) -> numpy.ndarray:
         """Return which of neighboring samples stay in the split, bool [samples].
 
         Args:
@@ -245,10 +247,10 @@ def describe(
 
 def _duplicates_line(name: str, split: SplitStatistics) -> str:
     """Return how many samples have the tokens of an earlier one."""
-    found = f"{name}: {plural(split.duplicates, 'exact duplicate')} of earlier samples"
+    line = f"{name}: {plural(split.duplicates, 'exact duplicate')} of earlier samples"
     if split.deduplicated:
-        return f"{found} left out"
-    return f"{found} (--deduplicate leaves them out)"
+        return f"{line} left out"
+    return f"{line} (--deduplicate leaves them out)"
 
 
 def _split_lines(name: str, split: SplitStatistics) -> list[str]:

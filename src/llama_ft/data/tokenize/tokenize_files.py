@@ -114,12 +114,12 @@ class EncodedChunk(NamedTuple):
     notes: dict[str, BadKind]  # what should be said about valid samples
 
 
-def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
+def chunks_of(source: Source, format_name: str) -> Iterator[Chunk]:
     """Group samples by number and size, so that memory stays bounded. For the arguments see
     `Source.formatted_samples`."""
     chunk = Chunk()
     size = 0
-    for place, sample, sample_format in source.formatted_samples(wanted):
+    for place, sample, sample_format in source.formatted_samples(format_name):
         packed = pickle.dumps((sample, sample_format), pickle.HIGHEST_PROTOCOL)
         chunk.append((place, packed))
         size += len(packed)
@@ -411,18 +411,18 @@ class SplitWriter:
         marks. Return those of them that are valid and not left out as duplicates."""
         places = [place for place, _ in chunk]
         valid = mine & ~encoded.samples["bad"]
-        mine = self._duplicates.kept(places, encoded.samples["encoded"], valid)
+        mine = self._duplicates.first_ones(places, encoded.samples["encoded"], valid)
         self.statistics.count(encoded.samples[mine])
         if not self.statistics.first_split:
             for number, reason in encoded.splits.items():
                 if mine[number]:
                     self.statistics.first_split = reason
                     break
-        kept = mine[encoded.sample_of_piece]
-        if not kept.any():
+        is_kept = mine[encoded.sample_of_piece]
+        if not is_kept.any():
             return mine
         if not self.first_chat:
-            first_kept = encoded.sample_of_piece[kept][0]
+            first_kept = encoded.sample_of_piece[is_kept][0]
             place, packed = chunk[first_kept]
             sample, sample_format = pickle.loads(packed)
             if self._with_media:
@@ -431,7 +431,7 @@ class SplitWriter:
             if isinstance(content, list):
                 self.first_chat = plain_messages(content)
                 self.first_tools = tools_of(sample)
-        table = encoded.table.filter(pyarrow.array(kept))
+        table = encoded.table.filter(pyarrow.array(is_kept))
         lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()
         input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
         labels = table["labels"].combine_chunks().flatten().to_numpy()

@@ -52,19 +52,19 @@ def placeholder_of(processor: Any, replacement: str) -> str:
     """
     ids = [token for token in processor.image_token_ids if token is not None]
     names = [str(name) for name in processor.tokenizer.convert_ids_to_tokens(ids)]
-    found = max(names, key=replacement.count, default="")
-    return found if found in replacement else ""
+    placeholder = max(names, key=replacement.count, default="")
+    return placeholder if placeholder in replacement else ""
 
 
 def without_spans(spans: list[Span], removed: list[Span]) -> list[Span]:
     """Return the parts of spans that are in none of the removed ones. Both are in order."""
-    kept = []
+    parts = []
     for start, end in spans:
         at = start
         for first, last in removed:
             if first >= end or last <= at:
                 continue
-            kept.append((at, first))
+            parts.append((at, first))
             at = last
-        kept.append((at, end))
-    return [(start, end) for start, end in kept if start < end]
+        parts.append((at, end))
+    return [(start, end) for start, end in parts if start < end]
