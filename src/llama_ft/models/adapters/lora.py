@@ -133,12 +133,12 @@ def _target_all_linear(model: PreTrainedModel, settings: Any) -> None:
         for name, module in model.named_modules()
         if module in read or not _takes_adapter(model, settings, name, module)
     ]
-    asked = settings.exclude_modules or ()  # in peft.options
-    if isinstance(asked, str):
+    setting = settings.exclude_modules or ()  # in peft.options
+    if isinstance(setting, str):
         names = [re.escape(name) for name in excluded]
-        settings.exclude_modules = "|".join([f"({asked})", *names])
+        settings.exclude_modules = "|".join([f"({setting})", *names])
     else:
-        settings.exclude_modules = [*asked, *excluded] or None
+        settings.exclude_modules = [*setting, *excluded] or None
     if not isinstance(settings, LoraConfig) or settings.lora_dropout or settings.use_dora:
         return  # PEFT's adapters of experts have no dropout and no magnitudes
     experts = expert_names(model)
@@ -315,14 +315,14 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights of experts that are stacked into one parameter [experts, ...], by their
     names in the checkpoint; without the scales of quantized ones."""
-    found = {}
+    parameters = {}
     for name, module in model.named_modules():
         if "Experts" not in type(module).__name__:
             continue
         for part, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 3 and not part.endswith("_scale"):
-                found[checkpoint_key(f"{name}.{part}")] = parameter
-    return found
+                parameters[checkpoint_key(f"{name}.{part}")] = parameter
+    return parameters
 
 
 def expert_names(model: nn.Module) -> list[str]:
@@ -417,8 +417,8 @@ def _check_excluded(model: nn.Module, peft: PeftConfig) -> None:
         raise UserError(
             f"--peft.options: exclude_modules {', '.join(absent)}: not in this model.{hint}"
         )
-    asked = peft.options.get("layers_to_transform", [])
-    numbers = [asked] if isinstance(asked, int) else asked
+    setting = peft.options.get("layers_to_transform", [])
+    numbers = [setting] if isinstance(setting, int) else setting
     layers = len(decoder_layers(model)) if numbers else 0
     if numbers and max(numbers) >= layers:
         raise UserError(

@@ -252,15 +252,15 @@ class FusedLora(LoraLinear):
 def cast_where_used(model: nn.Module) -> set[nn.Parameter]:
     """Return the adapter weights that `FusedLora` casts to its compute dtype, so that fully_shard
     need not."""
-    found = set[nn.Parameter]()
+    weights = set[nn.Parameter]()
     for module in model.modules():
         if not isinstance(module, FusedLora):
             continue
         for name in module.lora_A:
             if module.has_plain_form(name):
-                found.add(cast(Any, module.lora_A[name]).weight)
-                found.add(cast(Any, module.lora_B[name]).weight)
-    return found
+                weights.add(cast(Any, module.lora_A[name]).weight)
+                weights.add(cast(Any, module.lora_B[name]).weight)
+    return weights
 
 
 def use_fused_lora(model: nn.Module) -> None:

@@ -175,8 +175,8 @@ def _is_same_model(adapter: Path, named: str, given: str, folder: Path) -> bool:
 
 def _portable(name: str) -> str:
     """Return the Hub name of a directory in the Hub's cache; other names unchanged."""
-    found = HUB_CACHE.search(name)
-    return f"{found[1]}/{found[2]}" if found else name.rstrip("/")
+    match = HUB_CACHE.search(name)
+    return f"{match[1]}/{match[2]}" if match else name.rstrip("/")
 
 
 def _recorded_fingerprint(adapter: Path) -> str | None:

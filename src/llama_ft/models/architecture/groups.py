@@ -24,21 +24,21 @@ def find_groups(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[str,
     """
     patterns = [re.compile(group["match"]) for group in groups]
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = dict[str, int]()
+    numbers = dict[str, int]()
     if not patterns:
-        return found
+        return numbers
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name = first_names[id(parameter)]
         for number, pattern in enumerate(patterns):
             if not pattern.search(name):
                 continue
-            other = found.setdefault(first_name, number)
+            other = numbers.setdefault(first_name, number)
             if other != number:
                 both = f'"{groups[other]["match"]}" and "{groups[number]["match"]}"'
                 raise UserError(
                     f"--groups: {name} matches {both}. Change the patterns so that one of them matches."
                 )
-    return found
+    return numbers
 
 
 def freeze_groups(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:

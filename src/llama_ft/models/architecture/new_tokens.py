@@ -68,9 +68,9 @@ def find_growth(model: PreTrainedModel, new: NewTokens | None) -> GrownRows | No
     if new is None or new.rows <= new.stored_rows:
         return None
     modules = {model.get_input_embeddings(), model.get_output_embeddings()}
-    found = [(prefix, module) for prefix, module in model.named_modules() if module in modules]
+    layers = [(prefix, module) for prefix, module in model.named_modules() if module in modules]
     names = []
-    for prefix, module in found:
+    for prefix, module in layers:
         names += [f"{prefix}.{name}" for name, _ in module.named_parameters()]
     return GrownRows(names, new.stored_rows, new.rows)
 

@@ -104,7 +104,7 @@ class ScoredSource(WeightSource):
 
     def __init__(self, source: WeightSource, model: PreTrainedModel, seed: int) -> None:
         self._source = source
-        self._made = dict[str, torch.Tensor]()
+        self._values = dict[str, torch.Tensor]()
         self.tensors = source.tensors
         if WEIGHT in source.tensors:
             return
@@ -128,10 +128,10 @@ class ScoredSource(WeightSource):
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
         deviation = getattr(config, "initializer_range", 0.02)
         values = torch.randn(shape, generator=generator) * deviation
-        self._made[WEIGHT] = values.to(largest.dtype)
+        self._values[WEIGHT] = values.to(largest.dtype)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
-        if name in self._made:
-            return self._made[name][start:stop]
+        if name in self._values:
+            return self._values[name][start:stop]
         return self._source.read_rows(name, start, stop)

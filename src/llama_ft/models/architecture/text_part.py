@@ -113,9 +113,9 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
     for auto, by_model_type in CLASSES.items():
         if config.model_type not in by_model_type:
             continue
-        made = by_model_type[config.model_type]
+        classes = by_model_type[config.model_type]
         possible.append(auto)
-        if named in (made if isinstance(made, tuple) else (made,)):
+        if named in (classes if isinstance(classes, tuple) else (classes,)):
             exact.append(auto)
     candidates = exact or possible or [None]
     # AutoModelForMultimodalLM is the last of CLASSES.
@@ -148,10 +148,10 @@ def keep_text_part(model: PreTrainedModel) -> LeftOut:
     embedding = model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
     before = model.state_dict()
-    found = list[str]()
+    removed_modules = list[str]()
 
     def take_out(owner: nn.Module, name: str) -> None:
-        found.append(f"{names[owner]}.{name}".lstrip("."))
+        removed_modules.append(f"{names[owner]}.{name}".lstrip("."))
         is_module = name in owner._modules
         delattr(owner, name)
         # Transformers' initialization writes into it
@@ -179,14 +179,14 @@ def keep_text_part(model: PreTrainedModel) -> LeftOut:
             for name in [*siblings, *owner._parameters, *owner._buffers]:
                 take_out(owner, name)
     take_out_towers(model)
-    kept = model.state_dict().keys()
+    text_names = model.state_dict().keys()
     tensors = dict[str, int]()
     for name, tensor in before.items():
-        if name not in kept:
+        if name not in text_names:
             tensors[name] = tensor.numel()
     makes_logits = _holds(decoder, embedding) and _holds(decoder, head)
     causal = names[decoder] if makes_logits else ""
-    return LeftOut(found, tensors, causal)
+    return LeftOut(removed_modules, tensors, causal)
 
 
 def _holds(module: nn.Module, part: nn.Module) -> bool:

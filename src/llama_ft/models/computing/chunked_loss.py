@@ -173,8 +173,8 @@ def _head_with_loss(
             return plain(hidden, *args, **kwargs)
         targets, count, loss_fn, per_token = loss_of
 
-        def losses_of(chunk: torch.Tensor, wanted: torch.Tensor) -> TokenLoss:
-            return token_loss(loss_fn(logits_of(chunk), wanted))
+        def losses_of(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> TokenLoss:
+            return token_loss(loss_fn(logits_of(chunk), chunk_targets))
 
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         trained_numbers = sum(parameter.numel() for parameter in trained)
@@ -268,8 +268,8 @@ class _Chunks:
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         """Return the loss of each position, and add up the numbers of the first `count`."""
         chunks = hidden.split(self.size)
-        wanted = targets.split(self.size)
-        results = [self.losses_of(*pair) for pair in zip(chunks, wanted, strict=True)]
+        target_chunks = targets.split(self.size)
+        results = [self.losses_of(*pair) for pair in zip(chunks, target_chunks, strict=True)]
         for number, result in enumerate(results):
             self._add_numbers(result, count - number * self.size)
         return torch.cat([result.losses for result in results])
@@ -313,12 +313,12 @@ class _Chunks:
             inputs = [chunk, *self.trained] if for_hidden else self.trained
             weights = factors[part].to(losses.dtype)
             gradients = torch.autograd.grad(losses, inputs, weights, materialize_grads=True)
-            found = list(gradients)
+            of_chunk = list(gradients)
             # Nothing may keep a chunk's gradients longer: those of a large LM head take a gigabyte.
             del gradients
             if for_hidden:
-                by_hidden[0][part] = found.pop(0)
-            by_trained = found if start == 0 else _add_up(by_trained, found)
+                by_hidden[0][part] = of_chunk.pop(0)
+            by_trained = of_chunk if start == 0 else _add_up(by_trained, of_chunk)
         return all_losses, by_hidden + by_trained
 
 

@@ -90,16 +90,16 @@ def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def choose_liger(
-    asked: bool | Literal["auto"], config: PretrainedConfig, compiles: bool, target: Target
+    setting: bool | Literal["auto"], config: PretrainedConfig, compiles: bool, target: Target
 ) -> tuple[bool, str]:
     """Return whether to use Liger's kernels, and a log text on fused kernels ("" on the CPU). Raises
     UserError if use_liger is true, but the model, the device or torch.compile does not allow it."""
-    problem = _liger_problem(config, compiles, target, is_asked=asked is True)
-    if asked is True and problem:
+    problem = _liger_problem(config, compiles, target, is_asked=setting is True)
+    if setting is True and problem:
         raise UserError(
             f"--use_liger: {problem}.\n--use_liger false trains without Liger's kernels."
         )
-    if asked is not False and not problem:
+    if setting is not False and not problem:
         return True, "Fused kernels: Liger's."
     if not target.is_cuda or compiles:
         return False, "Fused kernels: torch.compile's." if compiles else ""

@@ -319,8 +319,8 @@ class _SampleAttention(torch.autograd.Function):
         parts = _samples(tokens_of_calls, query, key, value, output)
         for call, (sample, *shared, sample_output) in zip(ctx.calls, parts, strict=True):
             repeated = [repeat_kv(part, ctx.groups) for part in shared]
-            made, log_sums = compute([sample, *repeated], call, *ctx.how)
-            sample_output.copy_(made)
+            call_output, log_sums = compute([sample, *repeated], call, *ctx.how)
+            sample_output.copy_(call_output)
             sums.append(log_sums)
         if ctx.in_blocks:
             ctx.save_for_backward(query, key, value)
@@ -390,10 +390,10 @@ def _cpu_backward(
         sample = [functional.pad(part, (0, 0, 0, added)) for part in sample]
         log_sums = functional.pad(log_sums, (0, added))
     mask = _sample_mask(length, window, sample[0])
-    found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
         *sample, log_sums, 0.0, mask is None, attn_mask=mask, scale=scale
     )
-    return [part[:, :, :length] for part in found]
+    return [part[:, :, :length] for part in gradients]
 
 
 def _efficient_forward(
@@ -406,10 +406,10 @@ def _efficient_forward(
     how = {"scale": scale, "window_size": window}
     longest = call.longest if call.offsets is not None else None
     several = (call.offsets, call.offsets, longest, longest)
-    made, log_sums, *_ = ATEN._efficient_attention_forward(
+    output, log_sums, *_ = ATEN._efficient_attention_forward(
         *parts, None, *several, 0.0, CAUSAL, True, **how
     )
-    return made.transpose(1, 2), log_sums
+    return output.transpose(1, 2), log_sums
 
 
 def _efficient_backward(
@@ -426,8 +426,10 @@ def _efficient_backward(
     # used only with dropout
     no_seeds = (log_sums, log_sums)
     how = {"scale": scale, "window_size": window}
-    *found, _ = ATEN._efficient_attention_backward(*inputs, 0.0, *no_seeds, CAUSAL, False, **how)
-    return [part.transpose(1, 2) for part in found]
+    *gradients, _ = ATEN._efficient_attention_backward(
+        *inputs, 0.0, *no_seeds, CAUSAL, False, **how
+    )
+    return [part.transpose(1, 2) for part in gradients]
 
 
 def _samples(

@@ -133,15 +133,15 @@ class TokenMixers:
             self.config = model.config.get_text_config()
             text = model.get_decoder()
         self._wrapped = set[nn.Module]()
-        self._layers, found = _layers_and_mixers(text)
+        self._layers, mixers = _layers_and_mixers(text)
         self._positions = [
             module for module in text.modules() if POSITIONS in _parameters(type(module).forward)
         ]
-        others = [mixer for mixer in found if not _is_only_attention(mixer)]
+        others = [mixer for mixer in mixers if not _is_only_attention(mixer)]
         # an indexer or convolutions, which need Transformers' own masks
         if any(map(_calls_interface, others)):
-            others = found
-        self.attention = [mixer for mixer in found if mixer not in others]
+            others = mixers
+        self.attention = [mixer for mixer in mixers if mixer not in others]
         self.per_sample = set[nn.Module]()
         self.with_kernels = set[nn.Module]()
         self.needs_scope = False
@@ -326,8 +326,8 @@ def missing_kernels(mixer: nn.Module) -> set[str] | None:
     answers = [_answer(function) for function in named if hasattr(function, "__wrapped__")]
     if not answers:
         return None
-    found = [MISSING_KERNEL.search(answer) for answer in answers]
-    return {match[1].replace("_", "-") for match in found if match}
+    matches = [MISSING_KERNEL.search(answer) for answer in answers]
+    return {match[1].replace("_", "-") for match in matches if match}
 
 
 def _answer(function: Callable[..., Any]) -> str:

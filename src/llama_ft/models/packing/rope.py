@@ -76,8 +76,8 @@ def longrope_lengths(model: nn.Module) -> list[int]:
         if has_longrope(rotary):
             kinds = rotary.rope_type
             layer_types = list(kinds) if isinstance(kinds, dict) else [None]
-            found = [_original_positions(rotary, layer_type) for layer_type in layer_types]
-            lengths |= {length for length in found if length is not None}
+            numbers = [_original_positions(rotary, layer_type) for layer_type in layer_types]
+            lengths |= {length for length in numbers if length is not None}
     return sorted(lengths)
 
 
