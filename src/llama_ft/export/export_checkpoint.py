@@ -275,8 +275,8 @@ class Exporter:
         """
         weights = self._merged(save_dtype)
         base_config = models.load_model_config(self.base, self.config.model.trust_remote_code)
-        if found := models.describe_published(self.base, base_config):
-            log.info(f"{found} To quantize the result again, use for example llm-compressor.")
+        if description := models.describe_published(self.base, base_config):
+            log.info(f"{description} To quantize the result again, use for example llm-compressor.")
         with written_aside(folder) as aside:
             write_model_settings(
                 aside, self.built.model.config, weights.main_dtype(), self.tokenizer, self.base

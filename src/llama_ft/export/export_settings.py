@@ -273,7 +273,7 @@ def _old_rope(settings: Settings, kind: type[PretrainedConfig]) -> Settings:
 
     # of one rope per kind of layers, that of the layers without a window
     whole = rope.get("full_attention") or rope
-    wanted = dict(_leaves(rope))
+    expected = dict(_leaves(rope))
     default = dict(_leaves(read({})))
     # A valid share of each head, which the class would not choose itself.
     probe = 0.25 if 0.5 in default.values() else 0.5
@@ -283,11 +283,11 @@ def _old_rope(settings: Settings, kind: type[PretrainedConfig]) -> Settings:
     for name in (*OLD_THETA, *OLD_SHARE):
         for scaling in ({}, {"rope_scaling": unscaled}):
             for path, value in _leaves(read({name: probe} | scaling)):
-                if value == probe and path in wanted:
-                    old.setdefault(name, wanted[path])
+                if value == probe and path in expected:
+                    old.setdefault(name, expected[path])
     if not old:
         return {}  # younger than Transformers 5
-    thetas = {value for path, value in wanted.items() if path.endswith(".rope_theta")}
+    thetas = {value for path, value in expected.items() if path.endswith(".rope_theta")}
     for scaling in _old_scalings(whole, settings, is_share_named=bool(old.keys() & {*OLD_SHARE})):
         names = old | scaling
         reread = read(names)
@@ -322,17 +322,17 @@ def _leaves(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, settings
 
 
-def _differences(wanted: Settings, read: Settings) -> list[str]:
+def _differences(expected: Settings, read: Settings) -> list[str]:
     """Return the names of settings that a file does not give back."""
     ignored = (*PRIVATE_SETTINGS, "transformers_version")
     different = []
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if name in ignored:
             continue
-        found = read.get(name, ABSENT)
-        if isinstance(value, dict) and isinstance(found, dict):
-            different += [f"{name}.{within}" for within in _differences(value, found)]
-        elif value != found:
+        actual = read.get(name, ABSENT)
+        if isinstance(value, dict) and isinstance(actual, dict):
+            different += [f"{name}.{within}" for within in _differences(value, actual)]
+        elif value != actual:
             different.append(name)
     return different
 
@@ -446,8 +446,8 @@ def _code_files(source: Path) -> list[Path]:
     """Return the Python files whose classes a config of the model names, and those they import."""
     modules = set[str]()
     for file in source.glob("*config.json"):
-        found = re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', _auto_map(file))
-        modules |= set(found)
+        names = re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', _auto_map(file))
+        modules |= set(names)
     files = set[Path]()
     for module in modules:
         file = source / f"{module}.py"

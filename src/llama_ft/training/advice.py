@@ -21,14 +21,14 @@ def advice(config: Config, names_dataset: bool, global_batch: int, size: int | N
     """
     train = config.train
     given_model = config.model.model_name != "demo"
-    found = []
+    hints = []
     if given_model and config.data.dataset == "demo" and not names_dataset:
-        found.append(
+        hints.append(
             "dataset is demo, questions about Python's standard library. Set --dataset to train on your data."
         )
     if size is not None and size < global_batch:
         unit = "packed sequences" if config.data.batching_strategy == "packing" else "samples"
-        found.append(
+        hints.append(
             f"the global batch ({global_batch}) is larger than an epoch ({size} {unit}): each epoch is one step. "
             "Lower --gradient_accumulation_steps or --batch_size_training, or use fewer processes."
         )
@@ -42,5 +42,5 @@ def advice(config: Config, names_dataset: bool, global_batch: int, size: int | N
         is_usual = train.lr <= FULL_TUNING_LR
         usual = "1e-5 to 2e-5 for all weights of a pretrained model"
     if given_model and not is_usual:
-        found.append(f"lr is {train.lr:g}, usual is {usual}. --lr sets it.")
-    return found
+        hints.append(f"lr is {train.lr:g}, usual is {usual}. --lr sets it.")
+    return hints

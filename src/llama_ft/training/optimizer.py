@@ -146,14 +146,14 @@ def _call_own(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.O
         raise UserError(
             f"--optimizer {name} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer."
         )
-    found = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    missing = [known_as for number, known_as in expected.items() if number not in found]
+    ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    missing = [known_as for number, known_as in expected.items() if number not in ids]
     if missing:
         raise UserError(
             f"--optimizer {name}: its optimizer lacks {listed(missing)}.\n"
             "Put every parameter of the groups into it, or freeze some: --groups '[{match: ..., freeze: true}]'."
         )
-    if len(found) > len(expected):
+    if len(ids) > len(expected):
         raise UserError(
             f"--optimizer {name}: its optimizer has parameters that are not in the groups."
         )

@@ -315,12 +315,12 @@ def read_loss_or_stop(
             lines.append(f"{place} (loss {local_loss:g}): {', '.join(batch.locations)}")
     all_lines = list(chain.from_iterable(ranks.gather(lines)))
     sample_lines = "\n".join(all_lines[:MICRO_BATCHES_NAMED])
-    kept = "No checkpoint was written yet."
+    way_back = "No checkpoint was written yet."
     checkpoint = last_checkpoint()
     if checkpoint is not None:
-        kept = f"The last good checkpoint is {checkpoint}."
+        way_back = f"The last good checkpoint is {checkpoint}."
     raise RunFailure(
         f"step {outcome.step}: the loss is {loss:g} and the gradient norm {norm:g}; training cannot continue.\n"
-        f"The samples:\n{sample_lines}\n{kept} A lower --lr, --warmup_steps, "
+        f"The samples:\n{sample_lines}\n{way_back} A lower --lr, --warmup_steps, "
         "--gradient_clipping or --precision fp32 can help."
     )

@@ -155,17 +155,17 @@ class TeacherPass(FirstPass):
         ranks = self.inputs.ranks
         if self._settings.teacher_file or not ranks.is_main:
             return
-        kept = directory / TEACHER.file
-        if kept.exists() and kept.samefile(self._path):
+        final_path = directory / TEACHER.file
+        if final_path.exists() and final_path.samefile(self._path):
             return
         is_one_node = ranks.local_world_size == ranks.world_size
         if is_one_node and self._path.is_relative_to(cache_dir()):
-            shutil.move(self._path, kept)  # ranks that have mapped it keep it open
+            shutil.move(self._path, final_path)  # ranks that have mapped it keep it open
         else:
-            aside = kept.with_name(f".{kept.name}.copied")
+            aside = final_path.with_name(f".{final_path.name}.copied")
             shutil.copyfile(self._path, aside)
-            os.replace(aside, kept)
-        log.info(f"Teacher: its file is now {kept}")
+            os.replace(aside, final_path)
+        log.info(f"Teacher: its file is now {final_path}")
 
     def _asked_teacher(self) -> dict[str, Any]:
         """Return what the fingerprint of an existing file must say about --teacher_model. Of a
@@ -232,11 +232,11 @@ class TeacherPass(FirstPass):
                 work()
             except (UserError, ValueError, OSError) as error:
                 problem = error
-        for found in self.inputs.ranks.gather(problem):
-            if isinstance(found, OSError):
-                raise UserError(f"the teacher's file cannot be written: {reason(found)}.")
-            if found is not None:
-                raise found
+        for problem_there in self.inputs.ranks.gather(problem):
+            if isinstance(problem_there, OSError):
+                raise UserError(f"the teacher's file cannot be written: {reason(problem_there)}.")
+            if problem_there is not None:
+                raise problem_there
 
     def _new_file(self, fingerprint: dict[str, Any]) -> tuple[Path, bool]:
         """Return where to write the file, or where a valid one is already, and which of the two it
@@ -324,10 +324,10 @@ class TeacherPass(FirstPass):
         with self.inputs.ranks.local_main_process_first():
             if self.inputs.ranks.local_rank == 0 and not is_valid:
                 vocabulary = self.inputs.vocabulary or len(self.inputs.tokenizer)
-                found = column_of_samples(self.inputs.dataset, self.config, vocabulary)
+                column = column_of_samples(self.inputs.dataset, self.config, vocabulary)
                 writers = [self._new_writer(path, fingerprint)]
                 with _abandoned_on_error(writers):
-                    self._write(writers, ([of_sample] for of_sample in found))
+                    self._write(writers, ([of_sample] for of_sample in column))
                     finish(writers)
         return path
 
@@ -336,12 +336,12 @@ class TeacherPass(FirstPass):
         targets = samples.with_format("arrow")[:]["target_tokens"].to_numpy()
         return TeacherWriter(path, fingerprint, keys_of(samples), targets)
 
-    def _write(self, writers: list[TeacherWriter], found: Iterable[list[Any]]) -> None:
+    def _write(self, writers: list[TeacherWriter], samples: Iterable[list[Any]]) -> None:
         """Write what `_batches_of` yields, with the writer of this rank if it has one."""
         total = len(_training_samples(self.inputs.dataset))
         count = 0
         logged = time.monotonic()
-        for parts in found:
+        for parts in samples:
             for indices, token_ids, log_probabilities in parts:
                 for writer in writers:
                     writer.write(indices, token_ids, log_probabilities)
@@ -391,16 +391,16 @@ def most_likely_of(
     """Return the most likely tokens, int64 [targets, size], and their log-probabilities, float32
     [targets, size], of a micro-batch. `vocabulary`: of the student; a teacher may have more logits,
     for no token."""
-    found = list[tuple[torch.Tensor, torch.Tensor]]()
+    chunks = list[tuple[torch.Tensor, torch.Tensor]]()
 
     def collect(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        found.append(most_likely(logits[:, :vocabulary], size, temperature))
+        chunks.append(most_likely(logits[:, :vocabulary], size, temperature))
         return torch.zeros(len(targets), device=logits.device)
 
     targets = target_losses(built, batch, device, collect, per_token=True).targets
     # the last chunk is padded
-    token_ids = torch.cat([ids for ids, _ in found])[:targets]
-    log_probabilities = torch.cat([values for _, values in found])[:targets]
+    token_ids = torch.cat([ids for ids, _ in chunks])[:targets]
+    log_probabilities = torch.cat([values for _, values in chunks])[:targets]
     return token_ids, log_probabilities
 
 
@@ -490,7 +490,7 @@ def _best_of(entry: Any, size: int, vocabulary: int, location: str) -> list[tupl
     order."""
     if not isinstance(entry, Mapping):
         raise UserError(f"{location}: {entry!s:.60}; {ENTRY}.")
-    found = list[tuple[int, float]]()
+    pairs = list[tuple[int, float]]()
     for token, value in entry.items():
         if value is None:  # Arrow adds the tokens of other entries
             continue
@@ -499,12 +499,12 @@ def _best_of(entry: Any, size: int, vocabulary: int, location: str) -> list[tupl
         if not is_token or not isinstance(number, int | float) or not number <= 1e-3:
             raise UserError(f"{location}: token {token!s:.30} has {value!s:.60}; {ENTRY}.")
         if math.isfinite(number):
-            found.append((int(token), min(float(number), 0.0)))
-    if len(found) < size:
+            pairs.append((int(token), min(float(number), 0.0)))
+    if len(pairs) < size:
         raise UserError(
-            f"{location}: has {len(found)} log-probabilities; expected at least --distill_top_k {size}."
+            f"{location}: has {len(pairs)} log-probabilities; expected at least --distill_top_k {size}."
         )
-    total = sum(math.exp(number) for _, number in found)
+    total = sum(math.exp(number) for _, number in pairs)
     if total > 1.01:
         raise UserError(f"{location}: its probabilities add up to {total:.3g}; {ENTRY}.")
-    return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:size]
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:size]
