@@ -155,8 +155,7 @@ def sdpa_of_a_gpu(sdpa: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         if attn_mask is not None:
             bias = attn_mask
             if attn_mask.dtype == torch.bool:
-                bias = torch.zeros_like(attn_mask, dtype=query.dtype)
-                bias = bias.masked_fill(attn_mask.logical_not(), -torch.inf)
+                bias = torch.where(attn_mask, 0.0, query.new_full((), -torch.inf))
             bias = bias.expand(*query.shape[:3], key.shape[2])
         needs_gradient = any(tensor.requires_grad for tensor in (query, key, value))
         keeps_sums = torch.is_grad_enabled() and needs_gradient

@@ -6,6 +6,7 @@ Every operator of this rank arrives here with local shapes, below DTensor: if a 
 NotImplemented for DTensors, it is called again for the operators on their local tensors.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ CATEGORY_OF_PHASE: dict[Phase, MemoryCategory] = {
 # keeps it.
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 CUBLAS_BYTES = 32 * 2**20
+SMALLEST_MASK = 2**20  # elements; smaller ones are not counted
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 EQUALS = torch.ops.aten.eq.Scalar
@@ -265,8 +267,8 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether an operator must compute real values: bookkeeping of the host (positions,
-    labels), which the program branches on, or tensors on the meta device. Weights, activations and
-    all results of them are fake."""
+    labels), which the program branches on, or tensors on the meta device. Weights, activations,
+    attention masks and all results of them are fake."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
         return True
@@ -274,10 +276,20 @@ def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
     if not tensors:
         of_numbers = kwargs.get("dtype") in (None, torch.int64, torch.float32)
         return func.overloadpacket in FACTORIES and of_numbers
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors) or _makes_mask(tensors):
         return False
     on_meta = [tensor.device.type == "meta" for tensor in tensors]
     return all(on_meta) and device is None or not any(on_meta)
+
+
+def _makes_mask(tensors: list[torch.Tensor]) -> bool:
+    """Return whether an operator makes an attention mask of positions: [tokens, 1] and [1, tokens]."""
+    try:
+        numel = math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    except RuntimeError:  # of other shapes
+        return False
+    largest = max(tensor.numel() for tensor in tensors)
+    return numel > max(SMALLEST_MASK, 4 * largest)
 
 
 def _selected_by_mask(func: Any, args: Any) -> list[int] | None:
