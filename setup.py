@@ -88,7 +88,10 @@ setup(
     ],
     package_dir={"": "src"},
     packages=find_packages("src"),
-    package_data={"llama_ft.extensions.report": ["*.html", "*.css", "*.js"]},
+    package_data={
+        "llama_ft.extensions.report": ["*.html", "*.css", "*.js"],
+        "llama_ft.extensions.serving": ["*.json"],
+    },
     cmdclass={"build_py": BuildWithRecipes},
     entry_points={"console_scripts": ["llama-ft = llama_ft.commands:main"]},
     python_requires=">=3.11",

@@ -17,6 +17,7 @@ from typing import Any
 
 from llama_ft.commands import VERBS
 from llama_ft.config.reading.dump import json_schema
+from llama_ft.config.reading.tool_flags import with_extensions
 from llama_ft.config.settings.settings import SECTIONS, SETTINGS, Setting, settings_of
 from llama_ft.config.wording.messages import format_value
 
@@ -131,7 +132,7 @@ def table(settings: dict[str, Setting], flags: bool = False) -> str:
     ]
     for setting in settings.values():
         default = format_value(setting.default).strip("[]{}")
-        name = f"`--{setting.name}`" if flags else f"`{setting.name}`"
+        name = f"`--{setting.name.removesuffix('_')}`" if flags else f"`{setting.name}`"
         rows.append(
             f"| {name} | {kind(setting)} | {f'`{default}`' if default else 'empty'} | {cell(setting.meaning)} |"
         )
@@ -176,7 +177,7 @@ def cli_page() -> str:
     for name, (meaning, module, flags, words) in RECIPES.items():
         read: Any = getattr(importlib.import_module(f"llama_ft.{module}"), flags)
         usage = f"`python recipes/{name}.py {words + ' ' if words else ''}[flags]`, or `llama-ft {verbs[name]}`."
-        settings = settings_of(read)
+        settings = settings_of(with_extensions(name, read))
         stands_alone = settings.pop("paths", None)  # what stands without a flag
         note = f"{cell(stands_alone.meaning)}\n\n" if stands_alone else ""
         parts.append(f"## {name}\n\n{meaning}\n{usage}\n\n{note}{table(settings, flags=True)}")

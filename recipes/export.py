@@ -8,6 +8,7 @@ block, without a GPU and with little memory. The output is what a run writes to 
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from llama_ft.config import parse_size
@@ -23,7 +24,7 @@ from huggingface_hub import HfApi, constants  # noqa: E402
 from huggingface_hub.errors import HTTPError  # noqa: E402
 
 from llama_ft import checkpoint, door, models  # noqa: E402
-from llama_ft.export import Exporter, find_valid, save_dtype  # noqa: E402
+from llama_ft.export import Exporter, copy_adapter, find_valid, save_dtype  # noqa: E402
 from llama_ft.runtime import configure_console, log  # noqa: E402
 
 ATTEMPTS = 3  # to read the newest checkpoint of a run that deletes older ones
@@ -56,6 +57,11 @@ def export(options: ExportFlags) -> None:
     """Write the model or the adapter."""
     folder, place = options.out, options.source
     write = (folder, save_dtype(options.save_dtype), parse_size(options.max_shard_size))
+    finish = partial(door.finish_export, options)
+    if options.kind == "adapter" and options.keeps_adapter:
+        copy_adapter(place, folder, options.base_model or "", finish)
+        log.info(f"Written: {folder}")
+        return
     if options.kind == "adapter" and options.base_model:
         base = models.local_folder(
             options.base_model, f"{place} (--base_model overrides it): base model"
@@ -76,9 +82,9 @@ def export(options: ExportFlags) -> None:
             merge=options.merge,
         )
     if exporter.adapter is None or options.merge or options.kind == "adapter":
-        exporter.write_model(*write)
+        exporter.write_model(*write, finish)
     else:
-        exporter.write_adapter(*write[:2])
+        exporter.write_adapter(*write[:2], finish)
     log.info(f"Written: {folder}")
 
 

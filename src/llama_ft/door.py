@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-NAMES = ("kubeflow", "check", "images", "report")  # in the order of their parts in a run
+NAMES = ("kubeflow", "check", "images", "report", "serving")  # in the order of their parts in a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,19 @@ class ToolFlags:
         flags: `module:Class` of a dataclass of flags, see config/reading/tool_flags.py. `--help`
             prints them under the docstring of the class.
         run: `module:function`, which gets all flags of the tool.
-        is_used: tells from the flags whether `run` is called.
+        is_used: tells from the flags whether the functions are called.
+        check: `module:function`, called when the flags are read; it raises a UserError for those
+            that do not fit together.
+        finish: `module:function`, called by recipes/export.py with the flags and the directory that
+            it has written, before that replaces OUT. It changes the files, or raises a UserError,
+            and then nothing is written.
     """
 
     flags: str
     run: str
     is_used: Callable[[Any], bool]
+    check: str | None = None
+    finish: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,20 @@ def functions_of(tool: str, flags: Any) -> Iterator[Callable[[Any], None]]:
     for entry in _entries_of(tool):
         if entry.is_used(flags):
             yield resolve_name(entry.run)
+
+
+def checks_of(tool: str, flags: Any) -> Iterator[Callable[[Any], None]]:
+    """Yield the functions that check the flags of extensions that are used."""
+    for entry in _entries_of(tool):
+        if entry.check is not None and entry.is_used(flags):
+            yield resolve_name(entry.check)
+
+
+def finish_export(flags: Any, written: Path) -> None:
+    """Let extensions change or reject what an export has written, before it replaces OUT."""
+    for entry in _entries_of("export"):
+        if entry.finish is not None and entry.is_used(flags):
+            resolve_name(entry.finish)(flags, written)
 
 
 def _entries_of(tool: str) -> list[ToolFlags]:

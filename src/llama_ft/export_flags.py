@@ -9,6 +9,7 @@ from huggingface_hub import constants, get_token
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from llama_ft import door
 from llama_ft.config.home import expanded
 from llama_ft.config.paths import (
     RUN_MARKER,
@@ -63,7 +64,8 @@ class ExportFlags:
     private: bool = False
     """With --push_to_hub: a private repository."""
 
-    # Not flags: derived from the others.
+    # Not flags: derived from the others, or set by a check of an extension.
+    keeps_adapter: ClassVar[bool] = False  # copy a saved adapter; else it is merged
     source: ClassVar[Path]
     out: ClassVar[Path]
     kind: ClassVar[Literal["checkpoint", "run", "adapter"] | None]
@@ -84,6 +86,11 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     options.source = expanded(source)
     options.out = expanded(out).absolute()
     options.kind = export_kind(options.source)
+    for check_flags in door.checks_of("export", options):
+        try:
+            check_flags(options)
+        except UserError as error:
+            errors += error.messages
     if options.kind is None:
         problem = "is neither a checkpoint, nor a run's directory, nor an adapter."
         if not options.source.exists():
@@ -106,7 +113,7 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
         **recorded,
     }
     out_problem = model_dir_problem(out, options.overwrite, inputs)
-    is_merged = options.merge or options.kind == "adapter"
+    is_merged = options.merge or (options.kind == "adapter" and not options.keeps_adapter)
     if is_merged and _is_adapter_of_run(options.out):
         out_problem = "is a run's adapter; a merged model would replace it. Choose another OUT."
     if out_problem:

@@ -27,18 +27,19 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 4600,
+    "": 4750,
     "checkpoint": 19_200,
     "config": 20_100,
     "cpu": 4700,
     "data": 42_500,
     "evaluation": 3500,
-    "export": 9800,
+    "export": 10_000,
     "extensions": 0,  # each has its own line below
     "extensions/check": 4300,
     "extensions/images": 10_200,
     "extensions/kubeflow": 850,
     "extensions/report": 6100,
+    "extensions/serving": 5600,
     "inference": 7500,
     "models": 60_000,
     "observe": 12_600,

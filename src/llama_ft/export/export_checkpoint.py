@@ -45,7 +45,13 @@ from llama_ft.config.paths import PROMPT_FORMAT, recorded_prompt_format
 from llama_ft.errors import UserError
 from llama_ft.export import weights as export
 from llama_ft.export.export_settings import write_model_settings
-from llama_ft.export.weights import SavedWeights, write_model_card, written_aside
+from llama_ft.export.weights import (
+    Finish,
+    SavedWeights,
+    leave_as_written,
+    write_model_card,
+    written_aside,
+)
 from llama_ft.models.adapters import lora
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG, saved_config
 from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
@@ -258,7 +264,11 @@ class Exporter:
         return exporter
 
     def write_model(
-        self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int
+        self,
+        folder: Path,
+        save_dtype: torch.dtype | None,
+        max_shard_bytes: int,
+        finish: Finish = leave_as_written,
     ) -> None:
         """Write a whole model: the fully fine-tuned one, or the base model with the adapter merged
         into it.
@@ -267,6 +277,7 @@ class Exporter:
             folder: target directory; its content is replaced.
             save_dtype: of all floating tensors; None: the dtype of each in the base model.
             max_shard_bytes: maximum size of a file.
+            finish: called with the temporary directory when all files are written.
 
         Raises:
             UserError: the base model is quantized, its weights do not fit its config.json, or this
@@ -283,8 +294,14 @@ class Exporter:
             )
             weights.write(aside, max_shard_bytes)
             self._write_card(aside)
+            finish(aside)
 
-    def write_adapter(self, folder: Path, save_dtype: torch.dtype | None) -> None:
+    def write_adapter(
+        self,
+        folder: Path,
+        save_dtype: torch.dtype | None,
+        finish: Finish = leave_as_written,
+    ) -> None:
         """Write a PEFT directory. Arguments as in write_model; save_dtype None: as trained, usually
         fp32."""
         assert self.adapter is not None
@@ -299,6 +316,7 @@ class Exporter:
         with written_aside(folder) as aside:
             export.write_adapter(aside, self.adapter, weights, self.tokenizer)
             self._write_card(aside)
+            finish(aside)
 
     def _write_card(self, folder: Path) -> None:
         auto = models.auto_class(self.built.model.config, self.config.model.trust_remote_code)

@@ -21,7 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
 from llama_ft.config import CheckpointConfig, parse_size
 from llama_ft.config.attempts import Attempts, value_over_time
-from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, PROMPT_FORMAT, looks_local
+from llama_ft.config.paths import (
+    COPIED_FILES,
+    MODEL_PATTERNS,
+    PROMPT_FORMAT,
+    looks_local,
+    recorded_prompt_format,
+)
 from llama_ft.config.settings.settings import SETTINGS
 from llama_ft.errors import RunFailure, plural
 from llama_ft.export.export_settings import matches, write_model_settings, write_tokenizer
@@ -58,6 +64,11 @@ PLACE = '"path/to/this/folder"'
 # blocks of rows of a tensor, in order, on the host
 Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]
 Write = Callable[[Path], None]
+Finish = Callable[[Path], None]  # changes what is written before it replaces the target directory
+
+
+def leave_as_written(_written: Path) -> None:
+    """Change nothing."""
 
 
 def save_dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> torch.dtype | None:
@@ -368,6 +379,17 @@ def write_adapter(
             vars(settings)[name] = sorted(value)
     settings.save_pretrained(str(folder))
     write_tokenizer(folder, tokenizer)
+
+
+def copy_adapter(folder: Path, target: Path, base_model: str, finish: Finish) -> None:
+    """Copy the files of a saved adapter, with a new model card. `finish` is called before they
+    replace `target`."""
+    with written_aside(target) as aside:
+        for file in sorted(folder.iterdir()):
+            if file.is_file() and matches(file.name, MODEL_PATTERNS):
+                shutil.copy(file, aside / file.name)
+        write_model_card(aside, base_model, {PROMPT_FORMAT: recorded_prompt_format(folder)})
+        finish(aside)
 
 
 def write_model_card(

@@ -45,7 +45,7 @@ def read(
     names = other_names or {}
 
     def find(name: str) -> Setting | None:
-        return table.get(names.get(name, name))
+        return table.get(names.get(name, name)) or table.get(f"{name}_")  # a word of Python
 
     def explain(name: str) -> str:
         match = nearest(name, table)

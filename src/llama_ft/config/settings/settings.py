@@ -506,9 +506,10 @@ class Setting:
     @property
     def flag(self) -> str:
         """As commands are printed. torchrun's parser looks at the script's flags too, and stops at
-        an ambiguous beginning of its own: --r could be --role or --rdzv-id."""
+        an ambiguous beginning of its own: --r could be --role or --rdzv-id. A field whose name is a
+        word of Python, such as for, ends in _."""
         other_names = {"mode": "--quantization", "r": "--peft.r"}
-        return other_names.get(self.name, f"--{self.name}")
+        return other_names.get(self.name, f"--{self.name.removesuffix('_')}")
 
 
 def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:

@@ -1,0 +1,151 @@
+"""What an inference server reads of an adapter and of its base model: settings, names and shapes of
+tensors."""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from llama_ft.errors import UserError, reason
+from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG
+from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, PEFT_PREFIX
+from llama_ft.models.base.source import INDEX_FILE
+
+Shape = tuple[int, ...]
+PARTS = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?$")
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter as PEFT saves it.
+
+    Attributes:
+        settings: of adapter_config.json.
+        shapes: name of a tensor -> its shape.
+    """
+
+    settings: Mapping[str, Any]
+    shapes: Mapping[str, Shape]
+
+    @property
+    def modules(self) -> list[str]:
+        """The names of its layers, without PEFT's prefix."""
+        found = dict[str, None]()
+        for name in self.shapes:
+            if PARTS.search(name):
+                found[PARTS.sub("", name).removeprefix(PEFT_PREFIX)] = None
+        return list(found)
+
+    @property
+    def other_tensors(self) -> list[str]:
+        """The names of tensors that are not LoRA's."""
+        return [name for name in self.shapes if not PARTS.search(name)]
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of its layers."""
+        patterns = (self.settings.get("rank_pattern") or {}).values()
+        return max(int(self.settings.get("r") or 1), *map(int, patterns), 1)
+
+    def shape(self, module: str, part: str) -> Shape | None:
+        """The shape of lora_A or lora_B of a layer."""
+        return self.shapes.get(f"{PEFT_PREFIX}{module}.lora_{part}.weight")
+
+
+@dataclass(frozen=True)
+class BaseFiles:
+    """The base model of an adapter.
+
+    Attributes:
+        name: for commands: its Hub name, or its directory.
+        config: of config.json.
+        names: of the tensors in its files; empty without weights.
+        template: its own chat template.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    names: frozenset[str]
+    template: Any = None
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model, by which servers choose theirs."""
+        return str((self.config.get("architectures") or ["?"])[0])
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The settings of the part that reads text."""
+        text: Mapping[str, Any] = self.config.get("text_config") or self.config
+        return text
+
+    @property
+    def dtype(self) -> str:
+        """The precision in which a merged model is written."""
+        named = [
+            part.get(key) for part in (self.config, self.text) for key in ("dtype", "torch_dtype")
+        ]
+        name = next((name for name in named if name), "bfloat16")
+        return str(name) if name in ("bfloat16", "float16") else "bfloat16"
+
+    @property
+    def modules(self) -> set[str]:
+        """The names of the layers that have tensors."""
+        return {name.rpartition(".")[0] for name in self.names}
+
+
+def read_adapter(folder: Path) -> SavedAdapter:
+    """Read the settings and the names of a saved adapter. Raises UserError if they cannot be read."""
+    try:
+        settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+        with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder}: the adapter cannot be read ({reason(error)}).") from error
+    return SavedAdapter(settings, shapes)
+
+
+def read_base(folder: Path, name: str) -> BaseFiles:
+    """Read the config and the names of a base model. `name`: the user's name for it."""
+    config = read_json(folder / "config.json")
+    return BaseFiles(portable(name), config, frozenset(stored_names(folder)), read_template(folder))
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Return the names of the tensors in a model's safetensors files."""
+    index = read_json(folder / INDEX_FILE).get("weight_map")
+    if index:
+        return set(index)
+    names = set[str]()
+    for path in folder.glob("*.safetensors"):
+        with suppress(OSError, ValueError, RuntimeError), safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    return names
+
+
+def read_template(folder: Path) -> Any:
+    """Return the chat template of a tokenizer's directory, or None."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    return read_json(folder / "tokenizer_config.json").get("chat_template")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the settings of a JSON file; {} if it cannot be read."""
+    with suppress(OSError, ValueError):
+        settings = json.loads(file.read_text())
+        if isinstance(settings, dict):
+            return settings
+    return {}
+
+
+def portable(name: str) -> str:
+    """Return the Hub name of a directory in the Hub's cache; other names unchanged."""
+    found = re.search(r"models--([^/]+)--([^/]+)", name)
+    return f"{found[1]}/{found[2]}" if found else name.rstrip("/")

@@ -1,0 +1,243 @@
+"""Hand an adapter or a model over to a server: judge it, change what the server needs otherwise, and
+print the command that serves it."""
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from llama_ft import data, models
+from llama_ft.config.paths import base_model_of
+from llama_ft.errors import UserError
+from llama_ft.export_flags import recorded_inputs
+from llama_ft.extensions.serving.adapter_files import (
+    BaseFiles,
+    SavedAdapter,
+    read_adapter,
+    read_base,
+    read_json,
+    read_template,
+)
+from llama_ft.extensions.serving.judgment import Verdict
+from llama_ft.extensions.serving.rules import TITLES, Target, read_target, table, vllm_versions
+from llama_ft.extensions.serving.sglang import check_sglang
+from llama_ft.extensions.serving.vllm import check_vllm
+from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG
+from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, PEFT_PREFIX
+
+TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """What is handed over, and to whom.
+
+    Attributes:
+        target: `--for`.
+        source: the run, checkpoint or adapter, as the user named it.
+        out: the directory to write.
+        base_name: Hub name or directory of the base model.
+        base: its directory.
+    """
+
+    target: Target
+    source: str
+    out: Path
+    base_name: str
+    base: Path
+
+    def finish_adapter(self, folder: Path) -> str:
+        """Change a written adapter into what the server needs. Return lines for the log.
+
+        Args:
+            folder: of the adapter, before it is moved to `out`.
+
+        Raises:
+            UserError: the server would ignore or reject it.
+        """
+        base = read_base(self.base, self.base_name)
+        adapter = read_adapter(folder)
+        verdicts = judge(self.target, adapter, base)
+        if not verdicts:
+            return load_line(self.out)
+        newest = verdicts[0]
+        if newest.problems:
+            refusal = newest.refusal(self.source, str(self.out), base.dtype, self.target.server)
+            raise UserError(refusal)
+        rename_layers(folder, newest)
+        lines = [f"Written for {titles(verdicts)}. {serve_line(newest, folder, base, self.out)}"]
+        if newest.renames:
+            lines.append(f"{len(newest.renames)} layers have the names of the server's.")
+        older = [verdict for verdict in verdicts[1:] if verdict.problems]
+        lines += [f"Not for {verdict.title}: {verdict.problems[0].what}" for verdict in older]
+        lines += newest.notes
+        return "\n".join(lines)
+
+    def finish_model(self, folder: Path) -> str:
+        """Check that the server has a class for a written model. Return lines for the log."""
+        server = self.target.server
+        name = shlex.quote(str(self.out))
+        architecture = str((read_json(folder / "config.json").get("architectures") or ["?"])[0])
+        if server == "vllm":
+            version = vllm_versions(self.target.version)[0]
+            if architecture not in version.architectures:
+                raise UserError(f"vLLM {version.name} has no class for {architecture}.")
+            return f"vllm serve {name} --served-model-name {shlex.quote(self.out.name)}"
+        if server == "sglang":
+            known = table()["sglang"]
+            version_name = self.target.version or max(known)
+            if architecture not in known[version_name]["architectures"]:
+                raise UserError(f"SGLang {version_name} has no class for {architecture}.")
+            return f"python -m sglang.launch_server --model-path {name}"
+        return f'AutoModelForCausalLM.from_pretrained("{self.out}") loads it.'
+
+
+def judge(target: Target, adapter: SavedAdapter, base: BaseFiles) -> list[Verdict]:
+    """Return the verdicts of the versions of a server, the newest one first; [] for Transformers,
+    which loads every adapter with PEFT."""
+    if target.server == "vllm":
+        return [check_vllm(version, adapter, base) for version in vllm_versions(target.version)]
+    if target.server == "sglang":
+        return [check_sglang(target.version, adapter, base)]
+    return []
+
+
+def titles(verdicts: list[Verdict]) -> str:
+    """Return the versions that serve an adapter, and how that is known: vLLM (0.32 tried, 0.33 by
+    source)."""
+    fitting = [verdict.title.split(" ") for verdict in verdicts if not verdict.problems]
+    known = [
+        f"{version} {'tried' if version in table()['tried'] else 'by source'}"
+        for _, version in reversed(fitting)
+    ]
+    return f"{fitting[0][0]} ({', '.join(known)})"
+
+
+def rename_layers(folder: Path, verdict: Verdict) -> None:
+    """Give the layers of a saved adapter the server's names and settings."""
+    file = folder / ADAPTER_CONFIG
+    settings = read_json(file) | verdict.settings
+    if verdict.renames:
+        with safe_open(folder / ADAPTER_WEIGHTS, "pt") as stored:
+            tensors = {
+                _renamed(name, verdict.renames): stored.get_tensor(name) for name in stored.keys()
+            }
+            metadata = stored.metadata()
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata)
+    if verdict.settings:
+        file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _renamed(name: str, renames: dict[str, str]) -> str:
+    module, found, part = name.removeprefix(PEFT_PREFIX).partition(".lora_")
+    new = renames.get(module, module)
+    return f"{PEFT_PREFIX}{new}{found}{part}"
+
+
+def serve_line(verdict: Verdict, folder: Path, base: BaseFiles, out: Path) -> str:
+    """Return the command that serves an adapter.
+
+    Args:
+        verdict: without problems.
+        folder: of the adapter.
+        base: its base model.
+        out: where the adapter will be.
+    """
+    name = out.parent.name if out.name == "model" else out.name
+    place = str(out)
+    if verdict.title.startswith("SGLang"):
+        command = [
+            "python",
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            base.name,
+            *verdict.flags,
+        ]
+        command += ["--lora-paths", f"{name}={place}"]
+    else:
+        module = f"{name}={place}"
+        if verdict.is_3d:
+            module = json.dumps({"name": name, "path": place, "is_3d_lora_weight": True})
+        command = ["vllm", "serve", base.name, "--enable-lora", *verdict.flags]
+        command += ["--lora-modules", module]
+    template = read_template(folder)
+    if template and template != base.template and (folder / TEMPLATE).is_file():
+        command += ["--chat-template", str(out / TEMPLATE)]
+    return shlex.join(command)
+
+
+def load_line(out: Path) -> str:
+    """Return how Transformers loads an adapter."""
+    return f'PeftModel.from_pretrained(base, "{out}") loads it.'
+
+
+def adapter_line(folder: Path, base_name: str, base: Path) -> str:
+    """Return a line about an adapter at the end of its run: how vLLM serves it, or what it would
+    ignore and what to do.
+
+    Args:
+        folder: of the adapter, RUN/model.
+        base_name: Hub name or directory of the base model.
+        base: its directory.
+    """
+    files = read_base(base, base_name)
+    verdicts = judge(Target("vllm", None), read_adapter(folder), files)
+    newest = verdicts[0]
+    run = shlex.quote(str(folder.parent))
+    export = f"llama-ft export {run} OUT --for vllm"
+    if newest.problems:
+        way_out = f"{export} --merge --save_dtype {files.dtype}"
+        if not newest.can_be_merged:
+            way_out = "serve it with Transformers and PEFT"
+        problems = " ".join(problem.what for problem in newest.problems)
+        return f"{newest.title} cannot serve this adapter: {problems} Instead: {way_out}"
+    if newest.renames or any(verdict.renames for verdict in verdicts):
+        return f"vLLM would ignore some layers of this adapter by their names. Instead: {export}"
+    return f"{TITLES['vllm']} can serve this adapter ({_known(verdicts)}): {serve_line(newest, folder, files, folder)}"
+
+
+def _known(verdicts: list[Verdict]) -> str:
+    return titles(verdicts).partition("(")[2].rstrip(")")
+
+
+def finish_export(options: Any, written: Path) -> str:
+    """Change what recipes/export.py has written into what the server of --for needs.
+
+    Args:
+        options: the flags of recipes/export.py.
+        written: the directory that will become OUT.
+
+    Returns:
+        Lines for the log: the command that serves it.
+
+    Raises:
+        UserError: the server would ignore or reject it.
+    """
+    target = read_target(options.for_)
+    source = str(options.source)
+    is_adapter = (written / ADAPTER_CONFIG).is_file()
+    base_name = base_of(options) if is_adapter else ""
+    base = base_folder(base_name, source) if is_adapter else written
+    hand_over = HandOver(target, source, options.out, base_name, base)
+    lines = hand_over.finish_adapter(written) if is_adapter else hand_over.finish_model(written)
+    return "\n".join([line for line in (target.note, lines) if line])
+
+
+def base_of(options: Any) -> str:
+    """Return the base model of what is exported: its Hub name or directory."""
+    recorded = recorded_inputs(options.source).get("model_name")
+    name = options.base_model or recorded
+    return name or base_model_of(str(options.source))
+
+
+def base_folder(name: str, source: str) -> Path:
+    """Return the directory of a base model."""
+    if name == "demo":
+        return data.build_demo(data.cache_dir()).model_dir
+    place = f"{source} (--base_model overrides it): base model"
+    return models.local_folder(name, place, weights=False)

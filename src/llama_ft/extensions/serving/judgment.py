@@ -1,0 +1,125 @@
+"""What a server does with an adapter: what it would ignore or reject, and how it is started."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from llama_ft.extensions.serving.adapter_files import BaseFiles, SavedAdapter
+from llama_ft.models.base.source import listed
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that a server would ignore, reject or compute differently.
+
+    Attributes:
+        what: as a sentence.
+        instead: what would train an adapter that it can serve; empty if nothing would.
+    """
+
+    what: str
+    instead: str = ""
+
+
+@dataclass
+class Verdict:
+    """The judgment about one adapter and one version of a server.
+
+    Attributes:
+        title: the server and its version.
+        problems: in the way of serving it as an adapter.
+        can_be_merged: whether the server would serve the merged model.
+        renames: layer -> the name under which the server finds it.
+        settings: changes of adapter_config.json that the server needs.
+        flags: further flags of the command that starts the server.
+        is_3d: whether stacked experts must be announced.
+        notes: for the log.
+    """
+
+    title: str
+    problems: list[Problem] = field(default_factory=list)
+    can_be_merged: bool = True
+    renames: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, object] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    is_3d: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def refuse(self, what: str, instead: str = "") -> None:
+        """Add a problem."""
+        self.problems.append(Problem(what, instead))
+
+    def refusal(self, source: str, out: str, dtype: str, target: str) -> str:
+        """Return the problems and the ways out.
+
+        Args:
+            source: the run or adapter.
+            out: the directory to write.
+            dtype: of the merged model.
+            target: `--for`.
+        """
+        lines = [f"{self.title} cannot serve this adapter as it was trained:"]
+        lines += [f"  {problem.what}" for problem in self.problems]
+        if self.can_be_merged:
+            command = f"llama-ft export {source} {out} --for {target} --merge --save_dtype {dtype}"
+            lines.append(f"Serve the merged model: {command}")
+        instead = list(
+            dict.fromkeys(problem.instead for problem in self.problems if problem.instead)
+        )
+        if instead:
+            lines.append(f"Or train with {', '.join(instead)}.")
+        return "\n".join(lines)
+
+
+# Settings of PEFT that change what an adapter computes: value that changes nothing -> how a message
+# calls the setting, and what to train with instead.
+METHOD_SETTINGS: Mapping[str, tuple[str, str]] = {
+    "use_dora": ("DoRA", "--peft.use_dora false"),
+    "lora_bias": ("biases of LoRA's B", "--peft.lora_bias false"),
+    "alora_invocation_tokens": ("activated LoRA", ""),
+    "layer_replication": ("replicated layers", ""),
+    "use_bdlora": ("block-diagonal LoRA", ""),
+    "use_qalora": ("QALoRA", ""),
+}
+# They only choose the first values of A and B.
+KEPT_BASE = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+
+
+def check_method(verdict: Verdict, adapter: SavedAdapter) -> None:
+    """Refuse adapters that are more than A and B for each layer."""
+    settings = adapter.settings
+    kind = str(settings.get("peft_type", "LORA"))
+    if kind != "LORA":
+        verdict.refuse(f"{kind} adapters are not LoRA.", "--peft.peft_method lora")
+    for name, (title, instead) in METHOD_SETTINGS.items():
+        if settings.get(name):
+            verdict.refuse(f"{title} ({name}).", instead)
+    first = settings.get("init_lora_weights")
+    if isinstance(first, str) and first.lower() not in KEPT_BASE:
+        verdict.refuse(
+            f"init_lora_weights {first} changes the base model.", "--peft.init_lora_weights true"
+        )
+    if settings.get("bias", "none") != "none":
+        verdict.refuse(f"trained biases (bias {settings['bias']}).", "--peft.bias none")
+    if settings.get("modules_to_save"):
+        names = listed(list(settings["modules_to_save"]))
+        verdict.refuse(
+            f"whole layers trained with the adapter (modules_to_save {names}).",
+            "--peft.target_modules instead of --peft.modules_to_save",
+        )
+    rows = [name for name in adapter.other_tensors if "trainable_tokens" in name]
+    if settings.get("trainable_token_indices") or rows:
+        verdict.refuse(
+            "trained embeddings of single tokens (--resize_embeddings).", "tokens of the base model"
+        )
+    others = [
+        name
+        for name in adapter.other_tensors
+        if name not in rows and not settings.get("modules_to_save") and "bias" not in name
+    ]
+    if others:
+        verdict.refuse(f"tensors other than LoRA's: {listed(others, 2)}.")
+
+
+def shares_embedding(base: BaseFiles) -> bool:
+    """Return whether the LM head is the embedding."""
+    return not any(name.endswith("lm_head.weight") for name in base.names)

@@ -1,0 +1,65 @@
+"""Which adapters SGLang serves, and which it would compute differently without a word.
+
+SGLang finds the layers of an adapter by their number and the last part of their name. It scales all
+layers by lora_alpha / r, and reads neither use_rslora nor the patterns of ranks and alphas.
+Sources: sglang/srt/lora/lora.py, lora_config.py and utils.py of the version in rules.json.
+"""
+
+import math
+
+from llama_ft.extensions.serving.adapter_files import BaseFiles, SavedAdapter
+from llama_ft.extensions.serving.judgment import Verdict, check_method
+from llama_ft.extensions.serving.rules import known_versions, table
+from llama_ft.models.base.source import listed
+
+# Layers that SGLang computes as one -> those whose adapters it needs if one of them has one
+TOGETHER = {
+    ("q_proj", "k_proj", "v_proj"): ("q_proj", "v_proj"),
+    ("gate_proj", "up_proj"): ("gate_proj",),
+}
+
+
+def check_sglang(version: str | None, adapter: SavedAdapter, base: BaseFiles) -> Verdict:
+    """Judge an adapter. `version`: None: the newest one that is known."""
+    name = version or known_versions("sglang")[-1]
+    rules = table()["sglang"][name]
+    verdict = Verdict(f"SGLang {name}")
+    if base.architecture not in rules["architectures"]:
+        verdict.can_be_merged = False
+        verdict.refuse(f"it has no class for {base.architecture}. Transformers and PEFT serve it.")
+        return verdict
+    check_method(verdict, adapter)
+    ends = {module.rpartition(".")[2] for module in adapter.modules}
+    stacked = [module for module in adapter.modules if ".experts" in module]
+    if stacked:
+        verdict.refuse(
+            f"it expects another form of adapters of experts than {listed(stacked, 1)}.",
+            "--peft.target_modules without experts",
+        )
+        ends -= {module.rpartition(".")[2] for module in stacked}
+    unknown = sorted(ends - set(rules["modules"]))
+    if unknown:
+        verdict.refuse(
+            f"it has no LoRA for {listed(unknown)}.",
+            f"--peft.target_modules without {listed(unknown)}",
+        )
+    for layers, needed in TOGETHER.items():
+        missing = sorted(set(needed) - ends)
+        if missing and ends & set(layers):
+            verdict.refuse(
+                f"it joins {', '.join(layers)}, and needs adapters of {', '.join(needed)}.",
+                f"--peft.target_modules with {', '.join(missing)}",
+            )
+    patterns = [name for name in ("rank_pattern", "alpha_pattern") if adapter.settings.get(name)]
+    if patterns:
+        verdict.refuse(
+            f"it gives all layers the same rank and scaling, and would ignore {', '.join(patterns)}.",
+            "one rank for all layers",
+        )
+    rank = int(adapter.settings.get("r") or 1)
+    verdict.flags += ["--max-lora-rank", str(adapter.rank)]
+    verdict.settings["target_modules"] = sorted(ends)  # it reads no patterns
+    if adapter.settings.get("use_rslora"):
+        alpha = float(adapter.settings.get("lora_alpha") or 1)
+        verdict.settings |= {"use_rslora": False, "lora_alpha": alpha * math.sqrt(rank)}
+    return verdict

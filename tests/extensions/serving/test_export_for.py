@@ -1,0 +1,124 @@
+"""`llama-ft export SOURCE OUT --for SERVER` on adapters that PEFT has saved."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPOSITORY, Finished
+from forked import forked
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+EXPORT = REPOSITORY / "recipes" / "export.py"
+
+
+def export(*flags: str | Path) -> Finished:
+    return forked(EXPORT, *flags)
+
+
+def save_adapter(base: Path, folder: Path, **settings: Any) -> Path:
+    """An adapter of random values, as PEFT saves it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    defaults = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    adapted = get_peft_model(model, LoraConfig(**{**defaults, **settings}))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("bases") / "llama")
+
+
+def test_an_adapter_stays_one_and_the_command_names_base_rank_and_place(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter", r=12)
+    done = export(adapter, tmp_path / "out", "--for", "vllm")
+    assert done.exit_code == 0, done.output
+    command = (
+        f"vllm serve {base} --enable-lora --max-lora-rank 16 --lora-modules out={tmp_path}/out"
+    )
+    assert command in done.output
+    assert "vLLM (0.32 tried, 0.33 by source)" in done.output
+    before = load_file(adapter / "adapter_model.safetensors")
+    after = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_vllm_would_ignore_is_refused_and_nothing_is_written(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter", use_dora=True)
+    done = export(adapter, tmp_path / "out", "--for", "vllm")
+    assert done.exit_code == 2
+    assert "DoRA" in done.output
+    way_out = f"llama-ft export {adapter} {tmp_path}/out --for vllm --merge --save_dtype bfloat16"
+    assert way_out in done.output
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+    merged = export(*way_out.split()[2:])
+    assert merged.exit_code == 0, merged.output
+    assert f"vllm serve {tmp_path}/out" in merged.output
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_names_that_vllm_does_not_find_become_those_of_the_checkpoint(
+    base: Path, tmp_path: Path
+) -> None:
+    """As of an adapter trained on the text part of a model for images."""
+    adapter = save_adapter(base, tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    renamed = {name.replace("model.model.", "model.text."): tensors[name] for name in tensors}
+    save_file(renamed, file, {"format": "pt"})
+    done = export(adapter, tmp_path / "out", "--for", "vllm")
+    assert done.exit_code == 0, done.output
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(tensors[name], written[name]) for name in tensors)
+
+
+def test_sglang_gets_the_scaling_of_rslora_as_an_alpha(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter", r=4, lora_alpha=6, use_rslora=True)
+    done = export(adapter, tmp_path / "out", "--for", "sglang")
+    assert done.exit_code == 0, done.output
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["use_rslora"] is False
+    # what it computes: lora_alpha / r; what PEFT computes: lora_alpha / sqrt(r)
+    assert math.isclose(settings["lora_alpha"] / settings["r"], 6 / math.sqrt(4))
+    assert f"--lora-paths out={tmp_path}/out" in done.output
+    q_only = save_adapter(base, tmp_path / "q_only", target_modules=["q_proj"])
+    refused = export(q_only, tmp_path / "out2", "--for", "sglang")
+    assert refused.exit_code == 2
+    assert "q_proj, v_proj" in refused.output
+
+
+def test_wrong_names_and_places_end_in_one_message_each(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter")
+    wrong = export(adapter, tmp_path / "out", "--for", "vlm")
+    assert wrong.exit_code == 2
+    assert "--for vlm: expected one of vllm, sglang, transformers" in wrong.output
+    unknown = export(adapter, tmp_path / "out", "--for", "vllm:0.40")
+    assert unknown.exit_code == 0, unknown.output
+    assert "the rules of vLLM 0.40 are not known. Those of 0.33 are used" in unknown.output
+    again = export(adapter, tmp_path / "out", "--for", "vllm")
+    assert again.exit_code == 2
+    assert "--overwrite" in again.output
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    missing = settings | {"base_model_name_or_path": str(tmp_path / "gone")}
+    (adapter / "adapter_config.json").write_text(json.dumps(missing))
+    without = export(adapter, tmp_path / "out2", "--for", "vllm")
+    assert without.exit_code == 2
+    assert "--base_model" in without.output
+    assert not (tmp_path / "out2").exists()
