@@ -148,5 +148,5 @@ def finish_export(flags: Any, written: Path) -> None:
 
 
 def _entries_of(tool: str) -> list[ToolFlags]:
-    found = [extension.tools.get(tool) for extension in extensions()]
-    return [entry for entry in found if entry is not None]
+    entries = [extension.tools.get(tool) for extension in extensions()]
+    return [entry for entry in entries if entry is not None]

@@ -87,6 +87,6 @@ def _versions(device: torch.device) -> dict[str, str]:
         versions["CUDA"] = str(torch.version.cuda)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         if DRIVER.is_file():
-            found = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
-            versions["driver"] = found.group() if found else "unknown"
+            match = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
+            versions["driver"] = match.group() if match else "unknown"
     return versions

@@ -18,8 +18,8 @@ TILES = "aspect_ratio_mask"  # [samples, images, tiles]: 1 for tiles with pixels
 def image_marks(text: str, mark: str) -> list[dict[str, Any]]:
     """Return where a text has images, in the form of a processor's `text_replacement_offsets`: each
     mark stays as it is."""
-    found = re.finditer(re.escape(mark), text)
-    return [{"span": each.span(), "replacement": mark} for each in found]
+    matches = re.finditer(re.escape(mark), text)
+    return [{"span": each.span(), "replacement": mark} for each in matches]
 
 
 def of_all_samples(

@@ -51,9 +51,9 @@ def prompt_tensors(
     references = [getattr(prompt, "media", None) for prompt in prompts]
     places = [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     samples = [torch.tensor(prompt) for prompt in prompts]
-    samples, made = images.tensors(samples, texts, references, places, is_packed=False)
-    arguments = dict(made.others)
-    by_token = dict(made.per_token)
+    samples, tensors = images.tensors(samples, texts, references, places, is_packed=False)
+    arguments = dict(tensors.others)
+    by_token = dict(tensors.per_token)
     if cross_attention.MASK in arguments:
         by_token[cross_attention.MASK] = arguments[cross_attention.MASK]
     for name, values in by_token.items():

@@ -98,9 +98,9 @@ def _class_name(folder: Path, model_config: "PretrainedConfig") -> str:
     for name in FILES_WITH_CLASS:
         file = folder / name
         if file.is_file():
-            found = json.loads(file.read_text()).get("processor_class")
-            if found:
-                return str(found)
+            class_name = json.loads(file.read_text()).get("processor_class")
+            if class_name:
+                return str(class_name)
     known = PROCESSOR_MAPPING_NAMES.get(model_config.model_type)
     if known is None:
         raise ValueError(f"no processor is known for model_type {model_config.model_type}")

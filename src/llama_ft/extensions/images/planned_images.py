@@ -77,18 +77,18 @@ class PlannedExample:
     def batch(self, plain: Batch) -> Batch:
         """Return a micro-batch in which each example begins with this message."""
         examples = len(plain.example_lengths)
-        rows, made = self.images.assumed(self.side, self.count, examples)
+        rows, tensors = self.images.assumed(self.side, self.count, examples)
         input_ids = plain.input_ids.clone()
         lengths = plain.example_lengths
         starts = [0] * examples
         if plain.is_packed:
             starts = [sum(lengths[:number]) for number in range(examples)]
-        per_token = {name: torch.zeros_like(input_ids) for name in made.per_token}
+        per_token = {name: torch.zeros_like(input_ids) for name in tensors.per_token}
         for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
             place = 0 if plain.is_packed else number
             end = start + len(row)
             input_ids[place, start:end] = torch.tensor(row)
-            for name, values in made.per_token.items():
+            for name, values in tensors.per_token.items():
                 per_token[name][place, start:end] = values[number, : len(row)]
         return Batch(
             input_ids,
@@ -97,7 +97,7 @@ class PlannedExample:
             plain.is_packed,
             plain.locations,
             plain.desirable,
-            ImageTensors(per_token, made.others),
+            ImageTensors(per_token, tensors.others),
         )
 
 
@@ -138,8 +138,8 @@ def _side_for(images: "Images", side: int, tokens: int) -> int:
     for _ in range(4):
         one = _tokens(PlannedExample(images, side, 1))
         two = _tokens(PlannedExample(images, side, 2))
-        found = two - one
-        if abs(found - tokens) <= CLOSE * tokens:
+        added = two - one
+        if abs(added - tokens) <= CLOSE * tokens:
             break
-        side = max(SMALLEST_SIDE, round(side * math.sqrt(tokens / max(found, 1))))
+        side = max(SMALLEST_SIDE, round(side * math.sqrt(tokens / max(added, 1))))
     return side

@@ -298,17 +298,17 @@ class Images:
             others = cross_attention.of_all_samples(others, chosen, lengths)
         of_examples = []
         for number, tokens in enumerate(samples):
-            made = dict[str, torch.Tensor]()
+            of_example = dict[str, torch.Tensor]()
             for name, values in per_token.items():
                 if number in chosen:
                     row = torch.tensor(list(values[chosen.index(number)]))
-                    made[name] = row[: len(tokens)].long()
+                    of_example[name] = row[: len(tokens)].long()
                 else:
-                    made[name] = torch.zeros(len(tokens), dtype=torch.int64)
-            of_examples.append(made)
+                    of_example[name] = torch.zeros(len(tokens), dtype=torch.int64)
+            of_examples.append(of_example)
         joined = {}
         for name in per_token:
-            values = [made[name] for made in of_examples]
+            values = [of_example[name] for of_example in of_examples]
             if is_packed:
                 joined[name] = torch.cat(values).unsqueeze(0)
             else:
@@ -439,10 +439,10 @@ class Images:
         (reference, location) = tokenized
         checksum, _, path = reference.partition(" ")
         try:
-            image, found = self._open(path)
+            image, actual = self._open(path)
         except BadSample as error:
             raise RunFailure(f"{location}: {error} {self._advice}") from error
-        if found != checksum:
+        if actual != checksum:
             raise RunFailure(
                 f"{location}: {path} has changed since it was tokenized. {self._advice}"
             )

@@ -134,12 +134,12 @@ def thin(series: Series) -> Series:
     if count <= 2 * BINS:
         return series
     bins = numpy.array_split(numpy.arange(count), BINS)
-    kept = {0, count - 1}
+    indices = {0, count - 1}
     for part in bins:
         values = series.y[part]
-        kept.add(int(part[values.argmin()]))
-        kept.add(int(part[values.argmax()]))
-    in_order = sorted(kept)
+        indices.add(int(part[values.argmin()]))
+        indices.add(int(part[values.argmax()]))
+    in_order = sorted(indices)
     return replace(series, x=series.x[in_order], y=series.y[in_order])
 
 

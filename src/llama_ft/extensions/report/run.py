@@ -207,15 +207,15 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 def _curves(text: str) -> dict[str, Curve]:
     lines = text.split("\n")
-    found = defaultdict[str, list[tuple[float, float]]](list)
+    by_key = defaultdict[str, list[tuple[float, float]]](list)
     for line in lines[:-1]:  # the last line is empty or incomplete
         record = json.loads(line)
         for key, value in record.items():
             value = max(value) if isinstance(value, list) else value
             if value is not None and math.isfinite(value):
-                found[key].append((record["step"], value))
+                by_key[key].append((record["step"], value))
     curves = {}
-    for key, points in found.items():
+    for key, points in by_key.items():
         steps, values = numpy.array(points, dtype=float).T
         curves[key] = Curve(steps, values)
     return curves
