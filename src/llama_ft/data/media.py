@@ -45,11 +45,11 @@ class MediaExample(tuple[list[int], list[int]]):
     def of(
         cls, example: tuple[list[int], list[int]], text: str, media: list[str], media_tokens: int
     ) -> "MediaExample":
-        made = cls(example)
-        made.text = text
-        made.media = media
-        made.media_tokens = media_tokens
-        return made
+        extended = cls(example)
+        extended.text = text
+        extended.media = media
+        extended.media_tokens = media_tokens
+        return extended
 
 
 class MediaPrompt(list[int]):

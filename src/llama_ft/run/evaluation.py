@@ -83,14 +83,14 @@ class Evaluation:
 def _keep(run: TrainingRun, when: str, answers: list[dict[str, Any]], kind: str) -> None:
     """Keep answers for the report, with small pictures. A picture is stored once,
     although each evaluation shows it."""
-    kept = []
+    answers_to_keep = []
     pictures = {}
     for answer in answers if run.ranks.is_main else ():
         paths = answer.get(PATHS, ())[:PICTURES_SHOWN]
         urls = [media_reader().thumbnail(path) for path in paths]
         named = {xxhash.xxh3_64_hexdigest(url.encode()): url for url in urls if url}
         pictures.update(named)
-        kept.append({**answer, PATHS: list(named)} if named else answer)
+        answers_to_keep.append({**answer, PATHS: list(named)} if named else answer)
     if pictures:
         run.facts.add_pictures(pictures)
-    run.facts.add_samples(when, kept, kind)
+    run.facts.add_samples(when, answers_to_keep, kind)

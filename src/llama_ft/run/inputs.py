@@ -228,11 +228,11 @@ def _check_batches(
     """Log the number of steps, advice and samples."""
     log.info(batches.describe())
     check_not_beyond(setup.resumed, batches)
-    asked = config.train.warmup_steps
+    setting = config.train.warmup_steps
     warmup = training.warmup_steps(config.train, batches.total_steps)
-    if asked > warmup:
+    if setting > warmup:
         log.warning(
-            f"warmup_steps {asked} is too long for {batches.total_steps} steps; using {warmup}."
+            f"warmup_steps {setting} is too long for {batches.total_steps} steps; using {warmup}."
         )
     names_dataset = "data.dataset" in setup.origins
     for advice in training.advice(config, names_dataset, setup.global_batch, batches.size):

@@ -22,9 +22,9 @@ def load_best_weights(run: TrainingRun) -> None:
         if run.store is not None and not run.ranks.shares_disk:
             run.writer.finish_uploads()
             checkpoint.fetch_to_each_disk(run.store, run.directory, step, run.ranks)
-        kept = checkpoint.open_best(step, run.directory, run.resumed, run.ranks)
-        checkpoint.restore_weights(kept, run.built.model)
-        run.weights_of = kept.step
+        best = checkpoint.open_best(step, run.directory, run.resumed, run.ranks)
+        checkpoint.restore_weights(best, run.built.model)
+        run.weights_of = best.step
 
 
 def outcome_of(run: TrainingRun) -> dict[str, Any]:

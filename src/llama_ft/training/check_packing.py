@@ -173,8 +173,8 @@ def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> floa
     """Return the largest mean difference of a part's logits, over their standard deviation."""
     packed_parts = packed.split([len(logits) for logits in alone])
     differences = []
-    for expected, found in zip(alone, packed_parts, strict=True):
-        difference = (found - expected).abs().mean() / expected.std()
+    for expected, output in zip(alone, packed_parts, strict=True):
+        difference = (output - expected).abs().mean() / expected.std()
         differences.append(difference.item())
     return max(differences)
 

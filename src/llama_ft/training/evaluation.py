@@ -255,13 +255,13 @@ def check_sample_prompts(
         vocabulary_size: of the model; None if it is not known.
         media: of the run; None if all samples are text.
     """
-    for asked in prompts:
-        prompt = textwrap.shorten(asked.question, PROMPT_LENGTH, placeholder=" ...")
+    for sample_prompt in prompts:
+        prompt = textwrap.shorten(sample_prompt.question, PROMPT_LENGTH, placeholder=" ...")
         name = f'--sample_prompts "{prompt}"'
-        if asked.response is not None:
+        if sample_prompt.response is not None:
             name = f'the sample answer to "{prompt}" (--sample_prompts names other prompts)'
         try:
-            ids = asked.encode(tokenizer, media)
+            ids = sample_prompt.encode(tokenizer, media)
         except BadSample as error:
             raise UserError(f"{name}: {error}") from error
         if not ids:
@@ -273,7 +273,7 @@ def check_sample_prompts(
 def answer_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[SamplePrompt],
+    questions: Sequence[SamplePrompt],
     new_tokens: int,
     layout: BatchLayout,
     ranks: Ranks,
@@ -286,7 +286,7 @@ def answer_prompts(
         model: in training mode, also afterwards.
         tokenizer: with its chat template. Without one, the last message of a chat is a text to
             continue.
-        asked: the result of `sample_prompts`.
+        questions: the result of `sample_prompts`.
         new_tokens: maximum number of tokens in an answer.
         layout: of the run's batches: what makes their tensors, and the token that fills answers that end
             before the longest one.
@@ -295,9 +295,9 @@ def answer_prompts(
     Raises:
         Stopped: a signal has asked to stop; the answers are abandoned.
     """
-    if not asked:
+    if not questions:
         return []
-    prompts = [one.encode(tokenizer, layout.media) for one in asked]
+    prompts = [one.encode(tokenizer, layout.media) for one in questions]
     # config.json of Llava has none
     ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     before = model.generation_config
@@ -310,7 +310,7 @@ def answer_prompts(
     finally:
         model.generation_config = before
     answers = []
-    for one, text in zip(asked, texts, strict=True):
+    for one, text in zip(questions, texts, strict=True):
         answer: dict[str, Any] = {"question": one.question, "answer": text}
         reference = one.reference(tokenizer)
         if reference is not None:

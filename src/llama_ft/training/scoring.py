@@ -110,17 +110,17 @@ class AnswerScores:
             return
         self._function = SCORES.get(self._name) or load_function(self._name)
         for name, samples in sets.items():
-            found = find_questions(samples, tokenizer, settings.score_samples)
-            if not found:
+            questions = find_questions(samples, tokenizer, settings.score_samples)
+            if not questions:
                 raise UserError(
                     f"--score {self._name}: no sample of the validation set {name}".rstrip()
                     + " has a prompt and a response."
                 )
             # every reference must be JSON; of other functions, which may be slow, one call is enough
-            tried = found if self._name == "json" else found[:1]
+            tried = questions if self._name == "json" else questions[:1]
             for question in tried:
                 self._score(question, question.reference)
-            self._questions[name] = found
+            self._questions[name] = questions
 
     def score(
         self, model: PreTrainedModel, layout: BatchLayout, ranks: Ranks
@@ -188,10 +188,10 @@ class AnswerScores:
         except UserError as error:
             scored = error
         together = dict[int, tuple[str, float]]()
-        for found in ranks.gather(scored):
-            if isinstance(found, UserError):
-                raise found
-            together |= found
+        for scores in ranks.gather(scored):
+            if isinstance(scores, UserError):
+                raise scores
+            together |= scores
         samples = []
         for index in range(min(SAMPLES_SHOWN, len(questions))):
             answer, score = together[index]
@@ -230,10 +230,10 @@ def find_questions(
         tokenizer: of the run.
         most: only so many of the first ones; 0 = all.
     """
-    found = list[Question]()
+    questions = list[Question]()
     columns = {"input_ids", "labels", "source", "text", "media"}
     for sample in samples.select_columns(sorted(columns.intersection(samples.column_names))):
-        if most and len(found) == most:
+        if most and len(questions) == most:
             break
         ids = sample["input_ids"]
         in_loss = numpy.array(sample["labels"]) != IGNORED
@@ -248,5 +248,5 @@ def find_questions(
         prompt_ids = ids[:start]
         if sample.get("text") is not None:
             prompt_ids = MediaPrompt(prompt_ids, sample["text"], sample["media"])
-        found.append(Question(prompt_ids, prompt.strip(), reference.strip(), sample["source"]))
-    return found
+        questions.append(Question(prompt_ids, prompt.strip(), reference.strip(), sample["source"]))
+    return questions

@@ -52,11 +52,11 @@ class FinalTasks(Part):
         config._attn_implementation = attention.removeprefix("packed_") or None
         built.model.eval()
         try:
-            found = run_tasks(self._tasks, built.model, self._tokenizer, flags, run.ranks)
+            metrics = run_tasks(self._tasks, built.model, self._tokenizer, flags, run.ranks)
         finally:
             config._attn_implementation = attention or None
         if run.ranks.is_main:
-            results = [Evaluated("final model", "", held_out=None, tasks=found)]
+            results = [Evaluated("final model", "", held_out=None, tasks=metrics)]
             log.info(f"\n{describe(results, '', flags.limit)}")
             text = write_json(results, "", {"limit": flags.limit})
             replace_text(run.directory / RESULTS, text)

@@ -93,9 +93,9 @@ def slow_ranks(sums: torch.Tensor, steps: int) -> list[int]:
     usual = median_low(work)
     cost = [seconds / max(count, 1.0) for seconds, count in zip(work, flops, strict=True)]
     usual_cost = median_low(cost)
-    found = []
+    slow = []
     for rank, seconds in enumerate(work):
         is_noise = seconds - usual < LEAST_SECONDS * steps
         if seconds >= SLOW * usual and cost[rank] >= SLOW * usual_cost and not is_noise:
-            found.append(rank)
-    return found
+            slow.append(rank)
+    return slow
