@@ -354,15 +354,15 @@ class Exporter:
         for number, tie in ties.items():
             key = stored[number]
             merged[number] = {name: (replaced.get(name, key), changes.get(name)) for name in tie}
-        split = [tuple(made) for made in merged.values() if len(set(made.values())) > 1]
+        split = [tuple(weights) for weights in merged.values() if len(set(weights.values())) > 1]
         if split:  # embedding and LM head were tied, but now differ
             _check_untied(model, split, [tuple(tie) for tie in ties.values() if len(tie) > 1])
             untie(model.config)
         written = dict[str, tuple[str, Change | None]]()
         tensors = dict[str, StoredTensor]()
-        for number, made in merged.items():
-            names = list(made) if tuple(made) in split else list(made)[:1]
-            written |= {name: made[name] for name in names}
+        for number, weights in merged.items():
+            names = list(weights) if tuple(weights) in split else list(weights)[:1]
+            written |= {name: weights[name] for name in names}
             tensors |= dict.fromkeys(names, base.tensors[stored[number]])
         saved = model.state_dict().keys()
         for name, _ in model.named_buffers():

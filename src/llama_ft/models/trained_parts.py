@@ -92,23 +92,23 @@ def find_projectors(built: BuiltModel) -> list[str]:
         UserError: there are none.
     """
     modules = dict[str, nn.Module](built.model.named_modules())
-    found = []
+    projectors = []
     for part in built.image_parts:
         module = modules.get(part)
         if module is None or not contains_model(module):
-            found.append(part)
+            projectors.append(part)
             continue
         for name, child in module.named_children():
             if MERGER not in name:
                 continue
             if isinstance(child, nn.ModuleList):
-                found += [f"{part}.{name}.{number}" for number in range(len(child))]
+                projectors += [f"{part}.{name}.{number}" for number in range(len(child))]
             else:
-                found.append(f"{part}.{name}")
-    if not found:
+                projectors.append(f"{part}.{name}")
+    if not projectors:
         kind = type(built.model).__name__
         raise UserError(
             f"--train_vision projector: {kind} has no projector apart from {', '.join(built.image_parts)}.\n"
             "Use --train_vision all."
         )
-    return found
+    return projectors

@@ -25,18 +25,18 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     subclasses."""
     kinds = set(private(model, "_no_split_modules") or ())
     modules = dict(model.named_modules())
-    found = dict[str, nn.Module]()
+    candidates = dict[str, nn.Module]()
     for name, module in modules.items():
         names = [kind.__name__ for kind in type(module).__mro__]
         # BERT's embeddings are named there, too
         has_embedding = any(isinstance(child, nn.Embedding) for child in module.children())
         if not kinds.isdisjoint(names) and not has_embedding:
-            found[name] = module
+            candidates[name] = module
 
     def is_nested(name: str) -> bool:
-        return any(name.startswith(f"{outer}.") for outer in found)
+        return any(name.startswith(f"{outer}.") for outer in candidates)
 
-    layers = [module for name, module in found.items() if not is_nested(name)]
+    layers = [module for name, module in candidates.items() if not is_nested(name)]
     if layers:
         return _of_text(model, layers)
     lists = [module for module in modules.values() if isinstance(module, nn.ModuleList)]
@@ -62,12 +62,12 @@ def read_linears(model: nn.Module) -> set[nn.Module]:
     """Return linear layers whose weight is read by the module around them instead of being called:
     Mamba's kernels read out_proj's weight, LongCat's router its classifier's. An adapter of such a
     layer would have no effect."""
-    found = set[nn.Module]()
+    linears = set[nn.Module]()
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.Linear) and reads(module, name, ["weight"]):
-                found.add(child)
-    return found
+                linears.add(child)
+    return linears
 
 
 def reads(module: nn.Module, child: str, parameters: Iterable[str]) -> bool:

@@ -64,7 +64,7 @@ def fp32_modules(model: nn.Module, compute: torch.dtype) -> list[nn.Module]:
     if not names:
         return []
     pattern = re.compile("|".join(name.replace("*", ".*") for name in names))
-    found = list[nn.Module]()
+    modules = list[nn.Module]()
 
     def visit(owner: nn.Module, prefix: str) -> None:
         for name, child in owner.named_children():
@@ -77,12 +77,12 @@ def fp32_modules(model: nn.Module, compute: torch.dtype) -> list[nn.Module]:
             is_kept = all(pattern.search(weight) for weight in weights)
             is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
             if has_matrix and is_kept and is_called and not is_container:
-                found.append(child)
+                modules.append(child)
             else:
                 visit(child, f"{prefix}{name}.")
 
     visit(model, "")
-    return found
+    return modules
 
 
 def _use_fp32_kernels(model: nn.Module) -> None:

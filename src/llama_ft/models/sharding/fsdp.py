@@ -54,13 +54,13 @@ def apply_fsdp(
         precision: dtypes of all-gather and reduce-scatter.
     """
     model = built.model
-    kept = fp32_modules(model, precision.compute)
-    ready = _used_as_stored(model, mesh, fsdp, precision, kept)
+    fp32_units = fp32_modules(model, precision.compute)
+    ready = _used_as_stored(model, mesh, fsdp, precision, fp32_units)
     # Without parameters that are sharded or cast they need no unit.
-    kept = [module for module in kept if not ready.issuperset(module.parameters())]
-    modules = kept + _modules_to_wrap(built, fsdp, kept)
+    fp32_units = [module for module in fp32_units if not ready.issuperset(module.parameters())]
+    modules = fp32_units + _modules_to_wrap(built, fsdp, fp32_units)
     modules += [module for module in _tower_units(built) if module not in modules]
-    units = _describe_units(model, modules, precision.compute, ready, kept)
+    units = _describe_units(model, modules, precision.compute, ready, fp32_units)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     in_fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     # Pinned memory, so that copies to and from the GPU overlap with computation.
@@ -79,7 +79,7 @@ def apply_fsdp(
     for module in modules:
         shard_one(
             module,
-            mp_policy=in_fp32 if module in kept else policy,
+            mp_policy=in_fp32 if module in fp32_units else policy,
             reshard_after_forward=not is_kept and module not in last_ones,
         )
     shard_one(model, mp_policy=policy, reshard_after_forward=False)
@@ -106,7 +106,7 @@ def _used_as_stored(
     mesh: DeviceMesh,
     fsdp: FSDPConfig,
     precision: Precision,
-    kept: list[nn.Module],
+    fp32_units: list[nn.Module],
 ) -> set[nn.Parameter]:
     """Return parameters that are whole on this rank, are used in their stored dtype (or cast where
     they are used), and get gradients from no other rank; or adapters, see `sum_over_replicas`.
@@ -127,7 +127,7 @@ def _used_as_stored(
     # Their gradients are summed in their own dtype.
     adapters = cast_where_used(model) if precision.reduce == precision.trained else set()
     in_fp32 = set[nn.Parameter]()
-    for module in kept:
+    for module in fp32_units:
         in_fp32.update(
             parameter
             for parameter in module.parameters()
@@ -164,11 +164,11 @@ def sum_over_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 def _modules_to_wrap(
     built: BuiltModel,
     fsdp: FSDPConfig,
-    kept: list[nn.Module],
+    fp32_units: list[nn.Module],
 ) -> list[nn.Module]:
-    """Return the modules of the wrap policy, innermost first. `kept` are units already."""
+    """Return the modules of the wrap policy, innermost first. `fp32_units` are units already."""
     if fsdp.fsdp_wrap_policy == "size":
-        return _modules_by_size(built, fsdp.min_num_params, kept)
+        return _modules_by_size(built, fsdp.min_num_params, fp32_units)
     model = built.model
     layers = decoder_layers(model)
     if not layers:
@@ -252,7 +252,7 @@ def _without_shared(layers: list[nn.Module]) -> list[nn.Module]:
 def _modules_by_size(
     built: BuiltModel,
     least: int,
-    kept: list[nn.Module],
+    fp32_units: list[nn.Module],
 ) -> list[nn.Module]:
     """Return modules, innermost first, with at least `least` parameters that no unit inside them
     holds. It does not split the LM head, which is called for one chunk of positions at a time
@@ -262,7 +262,7 @@ def _modules_by_size(
     model = built.model
     wrapped: list[nn.Module] = []
     held = set[int]()
-    for module in kept:
+    for module in fp32_units:
         held.update(id(parameter) for parameter in module.parameters())
     whole = {model.get_output_embeddings()}
     if built.mixers is not None:
@@ -304,7 +304,7 @@ def _describe_units(
     modules: list[nn.Module],
     compute: torch.dtype,
     ready: Set[nn.Parameter] = frozenset(),
-    kept: Sequence[nn.Module] = (),
+    fp32_units: Sequence[nn.Module] = (),
 ) -> list[Unit]:
     names = {module: name for name, module in model.named_modules()}
     quantized = weight_counts(model)
@@ -317,7 +317,7 @@ def _describe_units(
         gathered = 0
         for key, parameter in own.items():
             count += quantized.get(key, parameter.numel())
-            is_cast = parameter.is_floating_point() and module not in kept
+            is_cast = parameter.is_floating_point() and module not in fp32_units
             dtype = compute if is_cast else parameter.dtype
             if parameter not in ready:
                 gathered += parameter.numel() * dtype.itemsize
