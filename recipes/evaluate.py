@@ -23,7 +23,7 @@ from llama_ft.evaluation.flags import Evaluation, ModelToEvaluate, read_evaluate
 
 if __name__ == "__main__":
     with before_imports():
-        ASKED = read_evaluate_flags(sys.argv[1:], str(__doc__))
+        EVALUATION = read_evaluate_flags(sys.argv[1:], str(__doc__))
 
 import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
@@ -147,4 +147,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    main(ASKED)
+    main(EVALUATION)
