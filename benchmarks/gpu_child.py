@@ -176,10 +176,11 @@ def _fail_at_waits(recipe: ModuleType, seconds: list[float]) -> None:
 def _wait_per_micro_batch(recipe: ModuleType, seconds: list[float]) -> None:
     from transformers import masking_utils
 
-    from llama_ft.models.base import transformers_private
+    from llama_ft.models.base.replaced_functions import originals, replace_functions
 
-    masking_utils.find_packed_sequence_indices = transformers_private._find_packed
-    masking_utils._ignore_causal_mask_sdpa = transformers_private._is_causal
+    replace_functions()
+    for name in ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa"):
+        setattr(masking_utils, name, originals[name])
 
 
 def _shard_adapters(recipe: ModuleType, seconds: list[float]) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 from llama_ft.masking import mask_secrets, printable
 from llama_ft.processes import end_restarts
@@ -109,12 +110,28 @@ def before_imports() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # no traceback from an import; `runtime.start` replaces this handler
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.excepthook = _explain_uncaught
     with exit_on_error():
         from llama_ft.environment import ensure_home  # it imports this module
 
         ensure_home()
         yield
     gc.disable()
+
+
+def _explain_uncaught(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print an uncaught exception. If a library lacks a name that is imported here, exit with one
+    line per name instead of a traceback."""
+    if isinstance(error, ImportError | AttributeError):
+        from llama_ft.libraries.names import missing_names
+
+        problems = missing_names()
+        if problems:
+            with exit_on_error():
+                raise UserError(*problems)
+    sys.__excepthook__(kind, error, traceback)
 
 
 @contextmanager

@@ -26,12 +26,14 @@ from llama_ft.config.paths import (
     special_file,
 )
 from llama_ft.errors import UserError, plural, reason
+from llama_ft.libraries.evidence import CAUSAL_MASK, IS_CAUSAL, MASK_OF_ENCODERS
 from llama_ft.models.architecture.cross_attention import keep_cross_attention_apart
 from llama_ft.models.architecture.new_tokens import find_growth
 from llama_ft.models.architecture.score_head import add_score
 from llama_ft.models.architecture.text_part import auto_class, keep_text_part, names_score, stop_ids
 from llama_ft.models.base.layers import takes_more_than_text
 from llama_ft.models.base.replaced import replace_method
+from llama_ft.models.base.replaced_functions import replace_functions
 from llama_ft.models.base.source import listed
 from llama_ft.models.built import BuiltModel, LeftOut, NewTokens
 from llama_ft.models.packing.rope import use_rope_per_sample
@@ -165,6 +167,7 @@ def build_on_meta(
         UserError: Transformers does not have the model, it has no text decoder, it takes no images,
             or a package for its code or its attention is missing.
     """
+    replace_functions()
     if new is not None:
         config.get_text_config().vocab_size = new.rows
     skeleton = make_skeleton(config, model)
@@ -199,14 +202,13 @@ def build_on_meta(
         )
     use_rope_per_sample(skeleton)
     _never_rescale(skeleton)
-    grown = find_growth(skeleton, new)
     return BuiltModel(
         skeleton,
         folder,
         conversions,
         left_out,
         image_parts=image_parts,
-        grown=grown,
+        grown=find_growth(skeleton, new),
         has_score=has_score,
     )
 
@@ -255,15 +257,15 @@ def _is_encoder(skeleton: PreTrainedModel, config: PretrainedConfig, is_multimod
     """Return whether tokens see the next ones, so that the loss would fall to 0. Transformers builds
     BERT and similar encoders with a warning only. PaliGemma's text part is such an encoder, too, but
     its config does not say so."""
-    are_causal = [module.is_causal for module in skeleton.modules() if hasattr(module, "is_causal")]
+    modules = [module for module in skeleton.modules() if hasattr(module, IS_CAUSAL)]
+    are_causal = [getattr(module, IS_CAUSAL) for module in modules]
     if any(are_causal):
         return False
-    masks = set[str]()
+    functions = set[str]()
     for kind in type(skeleton).__mro__:
-        file = sys.modules[kind.__module__]
-        masks.update(name for name in vars(file) if "_mask" in name)
+        functions.update(vars(sys.modules[kind.__module__]))
     # GPT-NeoX Japanese
-    is_always_causal = "create_causal_mask" in masks and "create_bidirectional_mask" not in masks
+    is_always_causal = CAUSAL_MASK in functions and MASK_OF_ENCODERS not in functions
     is_decoder = getattr(config, "is_decoder", True) or is_always_causal
     has_attention = bool(are_causal)
     return not is_decoder or (is_multimodal and has_attention)

@@ -16,6 +16,7 @@ from llama_ft.cpu import block_attention
 from llama_ft.models import BuiltModel, packed_arguments, use_packed_attention
 from llama_ft.models.base import attention_kernels
 from llama_ft.models.base.attention_kernels import AMPERE, HOPPER, T4
+from llama_ft.models.base.replaced_functions import replace_functions
 from llama_ft.models.packing import packed_attention
 from llama_ft.models.packing.packed_samples import PackedSamples
 from llama_ft.models.packing.rope import use_rope_per_sample
@@ -358,6 +359,7 @@ def test_samples_of_equal_length_use_cudnn_on_hopper_although_it_is_off(
 
 
 def test_without_flash_attention_heads_of_padded_samples_share_no_keys() -> None:
+    replace_functions()
     model = make("Llama", "sdpa")
     ids = torch.arange(32).view(2, 16)
     found = []

@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.libraries.evidence import is_experts
 from llama_ft.models.adapters.adapter_config import saved_config
 from llama_ft.models.adapters.lora_experts import use_split_experts
 from llama_ft.models.adapters.lora_linear import use_fused_lora
@@ -317,7 +318,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     names in the checkpoint; without the scales of quantized ones."""
     parameters = {}
     for name, module in model.named_modules():
-        if "Experts" not in type(module).__name__:
+        if not is_experts(module):
             continue
         for part, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 3 and not part.endswith("_scale"):

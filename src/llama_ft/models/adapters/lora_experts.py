@@ -23,6 +23,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import register_flop_formula
 
+from llama_ft.libraries.evidence import EXPERTS_IMPLEMENTATIONS, is_experts
+from llama_ft.libraries.transformers_private import private
 from llama_ft.models.adapters.lora_linear import lora_linear
 from llama_ft.models.base.replaced import become, reads_as
 from llama_ft.models.quantization.layers import QuantizedStacks
@@ -36,8 +38,6 @@ LIBRARY.define(
 ALIGNMENT = 16
 # What a weight tells without its values. Everything else is read of the sum.
 FACTS = ("shape", "dtype", "device", "ndim", "is_cuda", "size", "dim")
-# How Transformers' experts multiply. Other ways may be kernels that take no LowRankSum.
-IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
 
 def _lora_experts(
@@ -351,8 +351,8 @@ class StackLora(ParamWrapper):
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return False
         config = getattr(experts, "config", None)
-        chosen = getattr(config, "_experts_implementation", None) or "eager"
-        return chosen in IMPLEMENTATIONS
+        chosen = private(config, "_experts_implementation") or "eager"
+        return chosen in EXPERTS_IMPLEMENTATIONS
 
 
 def use_split_experts(model: nn.Module) -> None:
@@ -361,5 +361,5 @@ def use_split_experts(model: nn.Module) -> None:
         if type(module) is not ParamWrapper:
             continue
         experts = module.get_base_layer()
-        if isinstance(experts, QuantizedStacks) or "Experts" in type(experts).__name__:
+        if isinstance(experts, QuantizedStacks) or is_experts(experts):
             become(module, StackLora)

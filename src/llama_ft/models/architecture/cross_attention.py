@@ -16,17 +16,13 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-BIAS = (
-    "cross_attention_mask"  # as layers get it: 0, or the smallest number [samples, 1, tokens, keys]
-)
-# 1 for tokens that see a tile, else 0 [samples, 1, tokens, 1]
-SEES = "full_text_row_masked_out_mask"
+from llama_ft.libraries.evidence import CROSS_ATTENTION, CROSS_ATTENTION_BIAS, SEES_IMAGES
 
 
 def keep_cross_attention_apart(model: PreTrainedModel) -> None:
     """Let layers with cross attention compute each sample of a batch as if it was alone."""
     for layer in model.modules():
-        if isinstance(getattr(layer, "cross_attn", None), nn.Module):
+        if isinstance(getattr(layer, CROSS_ATTENTION, None), nn.Module):
             tower = model.config.vision_config
             patches = (tower.image_size // tower.patch_size) ** 2 + 1  # of a tile, and its class
             own_images = partial(_own_images, tower.max_num_tiles * patches)
@@ -39,7 +35,7 @@ def _own_images(
 ) -> tuple[Any, ...] | None:
     """Let tokens that see no image attend to the images of their own sample only, and convert the
     mask to the dtype of the layer's input, which mixed precision may have changed."""
-    bias, sees = kwargs.get(BIAS), kwargs.get(SEES)
+    bias, sees = kwargs.get(CROSS_ATTENTION_BIAS), kwargs.get(SEES_IMAGES)
     if bias is None or sees is None:
         return None
     hidden = args[0]
@@ -52,14 +48,14 @@ def _own_images(
     # without any key the softmax would be of nothing; `_skip_without_images` drops the result
     own = own | ~own.any(dim=-1, keepdim=True)
     bias = bias.masked_fill((sees == 0) & ~own, lowest)
-    return args, kwargs | {BIAS: bias, SEES: sees}
+    return args, kwargs | {CROSS_ATTENTION_BIAS: bias, SEES_IMAGES: sees}
 
 
 def _skip_without_images(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the input of samples without images."""
-    sees = kwargs.get(SEES)
+    sees = kwargs.get(SEES_IMAGES)
     if sees is None:
         return None
     has_images = (sees != 0).any(dim=2)  # [samples, 1, 1]

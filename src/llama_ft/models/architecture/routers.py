@@ -20,12 +20,11 @@ import torch.distributed as dist
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
+from llama_ft.libraries.evidence import BALANCING_ARGUMENTS, BALANCING_LOSS
 from llama_ft.models.base.layers import function_of_file
 from llama_ft.models.built import BuiltModel
 from llama_ft.runtime.console import log
 
-# arguments of the formula above
-STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # JetMoE uses the second name
 
 
@@ -125,10 +124,10 @@ def _own_coefficient(model: PreTrainedModel) -> float | None:
     """Return the coefficient in the model's config; None if the file of its class does not define
     the formula above."""
     try:
-        formula = function_of_file(model, "load_balancing_loss_func")
+        formula = function_of_file(model, BALANCING_LOSS)
     except StopIteration:
         return None
-    if list(inspect.signature(formula).parameters) != STANDARD:
+    if tuple(inspect.signature(formula).parameters) != BALANCING_ARGUMENTS:
         return None
     for place in (model, model.config.get_text_config()):
         for name in COEFFICIENTS:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models.base.transformers_private import private
+from llama_ft.libraries.transformers_private import private
 
 SCORE = "score"  # name of a reward model's head
 

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from llama_ft.config import ModelConfig, TrainConfig
 from llama_ft.cpu.rms_norm import rms_norm
 from llama_ft.errors import UserError, reason
+from llama_ft.libraries.evidence import VARYING_DIMENSIONS, has_cache
 from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.replaced import replace_method
 from llama_ft.models.built import BuiltModel
@@ -22,20 +23,6 @@ from llama_ft.models.packing.packed_samples import report_missing_kernels
 from llama_ft.runtime.console import log
 from llama_ft.runtime.target import Target, current_target
 
-# Dimensions of a layer's arguments that change between steps: samples and tokens; for packed
-# sequences the number of samples and the longest. torch would compile for the first step's sizes,
-# and again for each size that changes.
-VARIES = [
-    *(rf"L\['args'\]\[0\]:{dimension}" for dimension in (0, 1)),  # [samples, tokens, width]
-    *(
-        rf"L\['keywords'\]\['(position_embeddings|position_ids)'\].*:{dimension}"
-        for dimension in (0, 1)
-    ),
-    # [samples, 1, tokens, tokens]
-    *(rf"L\['keywords'\]\['attention_mask'\]:{dimension}" for dimension in (0, 2, 3)),
-    r"L\['keywords'\]\['packed_samples'\].offsets:0",
-    r"L\['keywords'\]\['packed_samples'\].longest",
-]
 # Dense architectures for use_liger auto. With use_liger true, any that liger-kernel supports,
 # including experts.
 AUTO_LIGER = frozenset(
@@ -57,7 +44,7 @@ def compile_layers(built: BuiltModel, backend: str = "inductor") -> None:
     # whose input may need no gradient. Beyond torch's own limit, 8, layers would run without a
     # graph.
     torch._dynamo.config.recompile_limit = 32
-    torch.compiler.config.dynamic_sources = ",".join(VARIES)
+    torch.compiler.config.dynamic_sources = ",".join(VARYING_DIMENSIONS)
     compiled = torch.compile(_forward, backend=backend)
     layers = decoder_layers(model)
     for layer in layers:
@@ -77,8 +64,7 @@ def _forward_or_graph(
     *args: Any,
     **keywords: Any,
 ) -> Any:
-    has_cache = keywords.get("past_key_values") is not None
-    run = _forward if has_cache else compiled
+    run = _forward if has_cache(keywords) else compiled
     return run(layer, *args, **keywords)
 
 

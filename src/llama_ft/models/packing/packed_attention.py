@@ -25,13 +25,14 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.cpu import block_attention
+from llama_ft.libraries.evidence import EAGER_ATTENTION, FLASH_ATTENTION_ARGUMENTS
+from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base import attention_kernels
 from llama_ft.models.base.layers import function_of_file
+from llama_ft.models.base.replaced_functions import marked
 from llama_ft.models.base.torch_2_11 import shared_heads
-from llama_ft.models.base.transformers_private import marked, private
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packing.packed_samples import (
-    FLASH_ATTENTION_ARGUMENTS,
     PackedSamples,
     TokenMixers,
     current_samples,
@@ -223,7 +224,7 @@ def _packed_eager(
     **arguments: Any,
 ) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, for packed sequences."""
-    eager = function_of_file(module, "eager_attention_forward")
+    eager = function_of_file(module, EAGER_ATTENTION)
     attend = partial(eager, module, **arguments)
     tensors = (query, key, value)
     samples = _samples_of(module, packed_samples)

@@ -10,7 +10,6 @@ for generation. On CUDA its kernels get the offsets of the samples, if they are 
 """
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,28 +23,21 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.libraries.evidence import (
+    ATTENTION_INTERFACE,
+    CACHE_LENGTHS,
+    CACHES,
+    COUNTS_POSITIONS,
+    FLASH_ATTENTION_ARGUMENTS,
+    LOOKS_UP_POSITIONS,
+    MISSING_KERNEL,
+    SAMPLE_OF_TOKEN,
+)
+from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base.replaced import replace_method
-from llama_ft.models.base.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
 from llama_ft.runtime.target import current_target
-
-# Names of the generation cache in the architectures of Transformers.
-CACHES = {
-    "past_key_values",
-    "past_key_value",
-    "layer_past",
-    "cache_params",
-    "past",
-    "state",
-    "cache",
-}
-# argument of position embeddings that count tokens themselves (Bart's, RoBERTa's)
-POSITIONS = "past_key_values_length"
-# argument of those among them that look up the position_ids that they get (Marian's, Pegasus')
-LOOKED_UP = "input_ids_shape"
-FLASH_ATTENTION_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-MISSING_KERNEL = re.compile(r"without `([^`]+)`")
 
 
 @dataclass(frozen=True)
@@ -135,7 +127,9 @@ class TokenMixers:
         self._wrapped = set[nn.Module]()
         self._layers, mixers = _layers_and_mixers(text)
         self._positions = [
-            module for module in text.modules() if POSITIONS in _parameters(type(module).forward)
+            module
+            for module in text.modules()
+            if not CACHE_LENGTHS.isdisjoint(_parameters(type(module).forward))
         ]
         others = [mixer for mixer in mixers if not _is_only_attention(mixer)]
         # an indexer or convolutions, which need Transformers' own masks
@@ -146,9 +140,7 @@ class TokenMixers:
         self.with_kernels = set[nn.Module]()
         self.needs_scope = False
         # Llama 4 counts positions inside the attention, and scales by them.
-        others = others + [
-            mixer for mixer in self.attention if hasattr(mixer, "attn_temperature_tuning")
-        ]
+        others = others + [mixer for mixer in self.attention if hasattr(mixer, COUNTS_POSITIONS)]
         if others:
             self._run_per_sample(others)
         if torch.cuda.is_initialized():  # False in a plan for GPUs
@@ -210,10 +202,13 @@ class TokenMixers:
             if samples is None or not (mixer in self.per_sample or mixer in self.with_kernels):
                 return plain(*args, **kwargs)
             if mixer in self.with_kernels:
-                kwargs = kwargs | {"cu_seq_lens_q": samples.offsets, "seq_idx": samples.indices}
+                kwargs = kwargs | {
+                    "cu_seq_lens_q": samples.offsets,
+                    SAMPLE_OF_TOKEN: samples.indices,
+                }
                 return plain(*args, **kwargs)
             embeds_positions = mixer in self._positions
-            if embeds_positions and LOOKED_UP in _parameters(type(mixer).forward):
+            if embeds_positions and LOOKS_UP_POSITIONS in _parameters(type(mixer).forward):
                 kwargs = kwargs | {"position_ids": samples.positions()}
                 return plain(*args, **kwargs)
             dropped = {"position_ids"} if embeds_positions else FLASH_ATTENTION_ARGUMENTS
@@ -332,7 +327,7 @@ def missing_kernels(mixer: nn.Module) -> set[str] | None:
 
 def _answer(function: Callable[..., Any]) -> str:
     try:
-        function(seq_idx=True)
+        function(**{SAMPLE_OF_TOKEN: True})
     # TypeError: the kernel exists, and its other arguments are missing
     except (TypeError, ValueError) as error:
         return str(error)
@@ -422,7 +417,7 @@ def _parameters(forward: Callable[..., Any]) -> set[str]:
 
 def _calls_interface(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return code is not None and ATTENTION_INTERFACE in code.co_names
 
 
 def _own_type(module: nn.Module) -> type[Any]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from llama_ft.libraries.evidence import ROPE_TYPE
 from llama_ft.models.packing.packed_samples import PackedSamples, current_samples
 
 Rotary = tuple[torch.Tensor, ...]  # cosine and sine
@@ -64,7 +65,7 @@ def use_rope_per_sample(model: nn.Module) -> None:
 
 def has_longrope(module: nn.Module) -> bool:
     """Return whether a module is a rotary embedding with longrope."""
-    kinds = getattr(module, "rope_type", None)
+    kinds = getattr(module, ROPE_TYPE, None)
     return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
 
 

@@ -16,9 +16,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
+from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base.layers import SCORE, read_linears
 from llama_ft.models.base.source import listed
-from llama_ft.models.base.transformers_private import private
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.published.formats import (
     FORMATS,

@@ -10,15 +10,12 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from llama_ft.libraries.evidence import FP32_KERNELS
+from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base.layers import reads
 from llama_ft.models.base.replaced import replace_method
-from llama_ft.models.base.transformers_private import private
 from llama_ft.models.quantization.layers import QuantizedStacks
 from llama_ft.runtime.devices import Precision
-
-# Classes without weights whose torch operations mix dtypes if their inputs are in 16 bits.
-# Transformers computes them only under autocast.
-FP32_KERNELS = {"xLSTMBackend"}
 
 
 def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:

@@ -27,6 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import FSDPConfig
 from llama_ft.cpu import gloo
 from llama_ft.errors import UserError
+from llama_ft.libraries.evidence import IMAGE_FEATURES
 from llama_ft.models.adapters.lora_linear import cast_where_used
 from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.torch_2_11 import allow_integers
@@ -35,8 +36,6 @@ from llama_ft.models.quantization.layers import weight_counts
 from llama_ft.models.sharding.dtypes import fp32_modules
 from llama_ft.runtime.devices import Precision
 from llama_ft.runtime.target import current_target
-
-FEATURES = "get_image_features"  # a method of Transformers' models
 
 
 def apply_fsdp(
@@ -214,24 +213,24 @@ def image_features_in_root(model: PreTrainedModel) -> Iterator[None]:
     has weights of the towers. It calls the model's `get_image_features` before the first forward
     pass."""
     inner = model.base_model
-    if not isinstance(model, FSDPModule) or not hasattr(inner, FEATURES):
+    if not isinstance(model, FSDPModule) or not hasattr(inner, IMAGE_FEATURES):
         yield
         return
-    compute = getattr(inner, FEATURES)
-    setattr(model, FEATURES, compute)
-    register_fsdp_forward_method(model, FEATURES)
-    with_hooks = getattr(model, FEATURES)
+    compute = getattr(inner, IMAGE_FEATURES)
+    setattr(model, IMAGE_FEATURES, compute)
+    register_fsdp_forward_method(model, IMAGE_FEATURES)
+    with_hooks = getattr(model, IMAGE_FEATURES)
 
     @wraps(compute)  # generate() reads the names of its parameters
     def in_root(*args: Any, **kwargs: Any) -> Any:
         return with_hooks(*args, **kwargs)
 
-    setattr(inner, FEATURES, in_root)
+    setattr(inner, IMAGE_FEATURES, in_root)
     try:
         yield
     finally:
         for module in {model, inner}:
-            del vars(module)[FEATURES]
+            del vars(module)[IMAGE_FEATURES]
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -38,11 +38,11 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError, reason
+from llama_ft.libraries.transformers_private import private
 from llama_ft.models.adapters.names import checkpoint_key, is_adapter_weight
 from llama_ft.models.architecture.new_tokens import GrownSource
 from llama_ft.models.architecture.score_head import ScoredSource
 from llama_ft.models.base.source import StoredTensor, WeightSource
-from llama_ft.models.base.transformers_private import private
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.published.sources import open_dequantized
 from llama_ft.models.quantization.bitsandbytes_4bit import is_part

@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.libraries.transformers_private import private
 from llama_ft.models.adapters.lora import first_values
 from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
 from llama_ft.models.adapters.pissa import first_factors, lora_layers
@@ -31,7 +32,6 @@ from llama_ft.models.base.source import (
     WeightSource,
     listed,
 )
-from llama_ft.models.base.transformers_private import INITIALIZED, private
 from llama_ft.models.built import Adapter, BuiltModel, ModelRequest, StoredModel
 from llama_ft.models.published.formats import names_of_parts
 from llama_ft.models.published.weight_format import StoredScheme
@@ -44,6 +44,9 @@ from llama_ft.runtime.process_group import Ranks
 from llama_ft.runtime.target import current_target
 
 NORM_ROWS = 1024
+# An attribute of parameters and buffers loaded from the checkpoint: Transformers' _init_weights
+# does not change them.
+INITIALIZED = "_is_hf_initialized"
 # Number of weights. On the CPU, ranks held at most 11 to 54 MiB in addition to their shards. On a
 # GPU, starting kernels for so few would take longer than the work; there 2**24 weights are 32 MiB
 # in bf16.

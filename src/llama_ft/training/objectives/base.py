@@ -22,7 +22,7 @@ from llama_ft.data.read.formats import Sample, SampleFormat
 from llama_ft.data.tokenize.encoder import Example
 from llama_ft.models import BuiltModel, packed_arguments
 from llama_ft.models.architecture.routers import router_arguments, router_loss
-from llama_ft.models.base.transformers_private import marked
+from llama_ft.models.base.replaced_functions import marked
 from llama_ft.models.computing.chunked_loss import (
     LossFunction,
     TokenLoss,

@@ -1,0 +1,92 @@
+"""What the code of a model tells about its parts: names of arguments, classes and functions in
+Transformers.
+
+They are public, but nobody promises them, and an architecture that names its arguments otherwise is
+computed differently here. `check_packing` computes samples both ways, and notices most of it. 5.24
+renamed the first two, so old and new names stand here. tests/libraries/test_evidence.py looks for
+each one in an architecture that has it.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Arguments of forward.
+# The generation cache: a module that takes it looks back along the sequence.
+CACHES = frozenset(
+    {
+        "past_key_values",  # until 5.23
+        "past_key_value",
+        "layer_past",
+        "cache_params",  # until 5.23
+        "past",
+        "state",
+        "cache",  # from 5.24 on
+    }
+)
+# Position embeddings that count tokens themselves (Bart's, RoBERTa's).
+CACHE_LENGTHS = frozenset({"past_key_values_length", "cache_length"})  # until 5.23, from 5.24 on
+# Those among them that look up the position_ids that they get (Marian's, Pegasus').
+LOOKS_UP_POSITIONS = "input_ids_shape"
+# What Transformers passes to flash attention and to kernels of layers with a recurrent state.
+FLASH_ATTENTION_ARGUMENTS = frozenset(
+    {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+)
+SAMPLE_OF_TOKEN = "seq_idx"
+# Dimensions of a decoder layer's arguments that change between steps: samples and tokens; for packed
+# sequences the number of samples and the longest. torch would compile for the first step's sizes,
+# and again for each size that changes.
+VARYING_DIMENSIONS = (
+    *(rf"L\['args'\]\[0\]:{dimension}" for dimension in (0, 1)),  # [samples, tokens, width]
+    *(
+        rf"L\['keywords'\]\['(position_embeddings|position_ids)'\].*:{dimension}"
+        for dimension in (0, 1)
+    ),
+    # [samples, 1, tokens, tokens]
+    *(rf"L\['keywords'\]\['attention_mask'\]:{dimension}" for dimension in (0, 2, 3)),
+    r"L\['keywords'\]\['packed_samples'\].offsets:0",
+    r"L\['keywords'\]\['packed_samples'\].longest",
+)
+# Layers with cross attention (Llama 3.2 Vision): 0 or the smallest number, [samples, 1, tokens, keys],
+# and 1 for tokens that see a tile, else 0, [samples, 1, tokens, 1].
+CROSS_ATTENTION_BIAS = "cross_attention_mask"
+SEES_IMAGES = "full_text_row_masked_out_mask"
+# Arguments of the load-balancing loss that llama_ft computes for routers.
+BALANCING_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
+
+# Names in the file that defines a model.
+ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+EAGER_ATTENTION = "eager_attention_forward"
+BALANCING_LOSS = "load_balancing_loss_func"
+CAUSAL_MASK = "create_causal_mask"
+MASK_OF_ENCODERS = "create_bidirectional_mask"
+
+# Attributes of modules.
+IS_CAUSAL = "is_causal"  # of attention: False in encoders
+ROPE_TYPE = "rope_type"  # of rotary embeddings
+CROSS_ATTENTION = "cross_attn"
+# Attention that counts positions itself, and scales by them (Llama 4's).
+COUNTS_POSITIONS = "attn_temperature_tuning"
+IMAGE_FEATURES = "get_image_features"  # a method of models that take images
+
+# Classes.
+# Classes without weights whose torch operations mix dtypes if their inputs are in 16 bits.
+# Transformers computes them only under autocast.
+FP32_KERNELS = frozenset({"xLSTMBackend"})
+
+# How experts multiply (`_experts_implementation`). Other ways may be kernels that read the address
+# of a weight.
+EXPERTS_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+
+# The text of an error: what to install for a kernel.
+MISSING_KERNEL = re.compile(r"without `([^`]+)`")
+
+
+def has_cache(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a layer gets a generation cache."""
+    return any(arguments.get(name) is not None for name in CACHES)
+
+
+def is_experts(module: object) -> bool:
+    """Return whether a module holds stacked experts, by the name of its class."""
+    return "Experts" in type(module).__name__

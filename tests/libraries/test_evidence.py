@@ -1,0 +1,127 @@
+"""Each name that tells something about a model is in an architecture that has it."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+from transformers.integrations import moe
+
+from llama_ft.libraries import evidence
+
+
+def architecture(path: str) -> Any:
+    """Return a class, such as llama.LlamaAttention."""
+    model, name = path.split(".")
+    return getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name)
+
+
+def parameters(path: str) -> set[str]:
+    forward: Callable[..., Any] = architecture(path).forward
+    return set(inspect.signature(forward).parameters)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "llama.LlamaAttention",
+        "gpt2.GPT2Attention",
+        "bloom.BloomAttention",
+        "gpt_neox.GPTNeoXAttention",
+        "mamba.MambaMixer",
+        "rwkv.RwkvSelfAttention",
+        "lfm2.Lfm2ShortConv",
+        "falcon_h1.FalconH1Mixer",
+        "qwen3_next.Qwen3NextGatedDeltaNet",
+    ],
+)
+def test_a_token_mixer_takes_a_cache(mixer: str) -> None:
+    assert evidence.CACHES & parameters(mixer)
+
+
+def test_a_layer_without_a_mixer_takes_none() -> None:
+    assert not evidence.CACHES & parameters("llama.LlamaMLP")
+    assert not evidence.CACHES & parameters("mixtral.MixtralSparseMoeBlock")
+
+
+def test_a_decoder_layer_gets_the_cache_and_all_that_varies_by_name() -> None:
+    layer = parameters("llama.LlamaDecoderLayer")
+    [cache] = evidence.CACHES & layer
+    assert evidence.has_cache({cache: object()}) and not evidence.has_cache({cache: None})
+    for name in ("position_embeddings", "position_ids", "attention_mask"):
+        assert name in layer
+        assert any(name in dimension for dimension in evidence.VARYING_DIMENSIONS)
+
+
+@pytest.mark.parametrize(
+    "embedding",
+    [
+        "bart.BartLearnedPositionalEmbedding",
+        "marian.MarianSinusoidalPositionalEmbedding",
+        "pegasus.PegasusSinusoidalPositionalEmbedding",
+        "blenderbot.BlenderbotLearnedPositionalEmbedding",
+        "roberta.RobertaEmbeddings",
+    ],
+)
+def test_a_position_embedding_that_counts_tokens_takes_the_length_of_the_cache(
+    embedding: str,
+) -> None:
+    assert evidence.CACHE_LENGTHS & parameters(embedding)
+    looks_up = embedding.startswith(("marian", "pegasus", "blenderbot"))
+    assert (evidence.LOOKS_UP_POSITIONS in parameters(embedding)) == looks_up
+
+
+def test_other_arguments_have_their_names() -> None:
+    vision = parameters("mllama.MllamaCrossAttentionDecoderLayer")
+    assert {evidence.CROSS_ATTENTION_BIAS, evidence.SEES_IMAGES} <= vision
+    convolution = architecture("inkling2.Inkling2Model")
+    assert evidence.SAMPLE_OF_TOKEN in inspect.getsource(sys.modules[convolution.__module__])
+    loss = architecture("mixtral.load_balancing_loss_func")
+    assert tuple(inspect.signature(loss).parameters) == evidence.BALANCING_ARGUMENTS
+    kwargs = import_module("transformers.modeling_flash_attention_utils").FlashAttentionKwargs
+    assert {f"cu_seq_lens_{side}" for side in "qk"} <= kwargs.__annotations__.keys()
+    assert evidence.FLASH_ATTENTION_ARGUMENTS - {"cu_seq_lens_q", "cu_seq_lens_k"} == {
+        name for name in kwargs.__annotations__ if name.startswith("max_length")
+    }
+
+
+def test_the_files_of_models_have_their_functions() -> None:
+    forward = inspect.unwrap(architecture("llama.LlamaAttention").forward)
+    assert evidence.ATTENTION_INTERFACE in forward.__code__.co_names
+    for path, names in {
+        "llama.LlamaModel": [evidence.EAGER_ATTENTION, evidence.CAUSAL_MASK],
+        "gpt_neox_japanese.GPTNeoXJapaneseModel": [evidence.CAUSAL_MASK],
+        "bert.BertModel": [evidence.MASK_OF_ENCODERS],
+        "mixtral.MixtralModel": [evidence.BALANCING_LOSS],
+    }.items():
+        file = sys.modules[architecture(path).__module__]
+        assert all(hasattr(file, name) for name in names), path
+
+
+def test_modules_have_their_attributes() -> None:
+    for path, name in {
+        "llama.LlamaAttention": evidence.IS_CAUSAL,
+        "llama.LlamaRotaryEmbedding": evidence.ROPE_TYPE,
+        "mllama.MllamaCrossAttentionDecoderLayer": evidence.CROSS_ATTENTION,
+        "llama4.Llama4TextAttention": evidence.COUNTS_POSITIONS,
+        "gemma3.Gemma3Model": evidence.IMAGE_FEATURES,
+    }.items():
+        assert f"{name}" in inspect.getsource(architecture(path)), path
+
+
+def test_experts_and_kernels_have_their_names() -> None:
+    for path in (
+        "mixtral.MixtralExperts",
+        "gpt_oss.GptOssExperts",
+        "deepseek_v3.DeepseekV3Experts",
+    ):
+        kind = architecture(path)
+        assert evidence.is_experts(kind.__new__(kind))
+    mlp = architecture("llama.LlamaMLP")
+    assert not evidence.is_experts(mlp.__new__(mlp))
+    for name in evidence.FP32_KERNELS:
+        assert architecture(f"xlstm.{name}")
+    known = {"eager", *moe.ExpertsInterface._global_mapping}
+    assert set(evidence.EXPERTS_IMPLEMENTATIONS) <= known
