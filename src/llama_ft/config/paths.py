@@ -40,6 +40,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 RUN_MARKER = ".llama_ft-run"
 # the samples that --skip_bad_rows has skipped; see data/tokenize/tokenize_files.py
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
+# in the directory of a final model; see extensions/serving
+PROBES_FILE = "probes.json"
 # The newest checkpoint that was fetched from --save_to. launch/run.sh does not count it as progress of
 # the run.
 FETCHED_FILE = ".fetched"
@@ -65,7 +67,7 @@ MODEL_PATTERNS = (
     "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json",
     "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-    "sentencepiece.bpe.model", "*.tiktoken",
+    "sentencepiece.bpe.model", "*.tiktoken", PROBES_FILE,
 )  # fmt: skip
 COPIED_FILES = "copied_from_base_model"  # in the header of a model card: names of files
 # in the header of a model card, and in trainer.json: text if the samples had no chat template

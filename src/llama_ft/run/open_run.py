@@ -44,11 +44,12 @@ def run_parts(setup: Setup, inputs: RunInputs) -> list[Part]:
     if config.memory.memory_snapshot:
         parts.append(MemorySnapshot())
     parts.append(SaveRequests(ranks))
+    # before the uploads of model/, to which they may add files
+    parts += [make_part(setup, inputs) for make_part in door.parts(config)]
     if config.checkpoint.save_model:
         parts.append(TrackedModel())
     if config.train.eval_tasks:
         parts.append(FinalTasks(config.train, inputs.tokenizer, ranks))
-    parts += [make_part(setup, inputs) for make_part in door.parts(config)]
     return parts
 
 

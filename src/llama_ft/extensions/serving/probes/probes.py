@@ -1,0 +1,129 @@
+"""Probes: a few prompts with the log-probabilities that a fine-tuned model and its base model give
+them. A run writes them into `model/probes.json`, and `check --server` compares a server with them.
+
+    token_ids       8   51   17    9      a prompt, and its log-probability from the second token on
+    fine_tuned        -2.1 -0.3 -4.0
+    base              -2.8 -0.9 -4.1
+    next            the most likely tokens after the prompt, with both log-probabilities
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_ft.config.home import expanded
+from llama_ft.config.paths import PROBES_FILE, missing_run
+from llama_ft.errors import UserError, reason
+from llama_ft.processes import replace_text
+
+VERSION = 1
+DIGITS = 5  # of a log-probability: its error in bf16 is 1e-3 at best
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of a fine-tuned model, and of its base model if the run could compute
+    them."""
+
+    fine_tuned: Sequence[float]
+    base: Sequence[float] | None = None
+
+    def pairs(self) -> list[tuple[float, float | None]]:
+        """Return both of each token."""
+        if self.base is None:
+            return [(score, None) for score in self.fine_tuned]
+        return list(zip(self.fine_tuned, self.base, strict=True))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A prompt.
+
+    Attributes:
+        token_ids: of the prompt.
+        text: what has these tokens, for servers that take no token ids; None if there is none.
+        scores: of the prompt's tokens but the first.
+        next_ids: the tokens that are most likely to follow.
+        next_texts: the same as text.
+        next_scores: of `next_ids`.
+    """
+
+    token_ids: Sequence[int]
+    text: str | None
+    scores: Scores
+    next_ids: Sequence[int]
+    next_texts: Sequence[str]
+    next_scores: Scores
+
+
+@dataclass(frozen=True)
+class ChatProbe:
+    """A chat, and what the chat template of the fine-tuning makes of it, up to the answer."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] | None
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """All probes of a run.
+
+    Attributes:
+        is_adapter: the run has trained an adapter, otherwise a whole model.
+        dtype: of the computation, such as bf16.
+        quantization: of the base model in the run, such as 4bit; None without.
+        probes: the prompts.
+        chat: a chat; None if the run has none.
+    """
+
+    is_adapter: bool
+    dtype: str
+    quantization: str | None
+    probes: Sequence[Probe]
+    chat: ChatProbe | None = None
+
+    def save(self, file: Path) -> None:
+        """Write the file."""
+        content = {"version": VERSION, **asdict(self)}
+        replace_text(file, json.dumps(content, separators=(",", ":")))
+
+    @classmethod
+    def load(cls, file: Path) -> "Probes":
+        """Read what `save` wrote. Raises OSError, ValueError, KeyError or TypeError."""
+        content = json.loads(file.read_text())
+        if content.pop("version") > VERSION:
+            raise ValueError("a newer version of llama_ft has written it")
+        probes = []
+        for values in content.pop("probes"):
+            scores = Scores(**values.pop("scores"))
+            next_scores = Scores(**values.pop("next_scores"))
+            probes.append(Probe(scores=scores, next_scores=next_scores, **values))
+        chat = content.pop("chat")
+        return cls(probes=probes, chat=ChatProbe(**chat) if chat else None, **content)
+
+
+def find_probes(name: str) -> tuple[Path, Probes]:
+    """Return the file and the probes of a run, or of its `model` directory.
+
+    Raises:
+        UserError: there are none, or they cannot be read.
+    """
+    folder = expanded(name)
+    if not folder.exists():
+        raise UserError(f"{name}: {missing_run(folder)}")
+    if not folder.is_dir():
+        raise UserError(f"{name}: is a file; expected the directory of a run.")
+    for file in (folder / "model" / PROBES_FILE, folder / PROBES_FILE):
+        if file.is_file():
+            try:
+                return file, Probes.load(file)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{file}: cannot be read ({reason(error)}).") from error
+    raise UserError(
+        f"{name}: has no model/{PROBES_FILE}, with which a server is compared.\n"
+        "A run writes it with its final model: not a run with --save_model no, of a reward model, of samples "
+        "that all have images, or of an earlier version."
+    )
