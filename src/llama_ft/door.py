@@ -22,7 +22,7 @@ class Extension:
 
     Attributes:
         settings: section of the settings -> `module:Class` of its dataclass, as in config/settings.
-        part: `module:Class` of a part of a run. It is called with the run's `Setup` and
+        part: `module:Class` of a part of a run, or of several parts. It is called with the run's `Setup` and
             `RunInputs`, and should raise a UserError for settings that do not fit.
         needs_part: tells from the `Config` whether the run has this part.
         at_end: `module:function` of a run's directory. It is called when the run has ended in any
@@ -34,7 +34,7 @@ class Extension:
     """
 
     settings: Mapping[str, str] = field(default_factory=dict)
-    part: str | None = None
+    part: str | tuple[str, ...] | None = None
     needs_part: Callable[[Any], bool] = lambda config: True
     at_end: str | None = None
     media: str | None = None
@@ -101,7 +101,8 @@ def parts(config: Any) -> Iterator[Callable[[Any, Any], Any]]:
     its `Setup` and `RunInputs`."""
     for extension in extensions():
         if extension.part is not None and extension.needs_part(config):
-            yield resolve_name(extension.part)
+            names = extension.part if isinstance(extension.part, tuple) else (extension.part,)
+            yield from map(resolve_name, names)
 
 
 def functions_at_end() -> list[Callable[[Path], None]]:

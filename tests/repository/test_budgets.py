@@ -39,7 +39,7 @@ TOKENS = {
     "extensions/images": 10_200,
     "extensions/kubeflow": 850,
     "extensions/report": 6100,
-    "extensions/serving": 12_400,
+    "extensions/serving": 12_900,
     "inference": 7500,
     "libraries": 2600,
     "models": 60_000,

@@ -13,6 +13,8 @@ from forked import forked
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from llama_ft.extensions.serving.hand_over import adapter_line
+
 EXPORT = REPOSITORY / "recipes" / "export.py"
 
 
@@ -122,3 +124,15 @@ def test_wrong_names_and_places_end_in_one_message_each(base: Path, tmp_path: Pa
     assert without.exit_code == 2
     assert "--base_model" in without.output
     assert not (tmp_path / "out2").exists()
+
+
+def test_the_line_at_the_end_of_a_run_has_the_command_or_what_to_do_instead(
+    base: Path, tmp_path: Path
+) -> None:
+    served = save_adapter(base, tmp_path / "run" / "model", r=24)
+    line = adapter_line(served, "org/base", base)
+    command = "vllm serve org/base --enable-lora --max-lora-rank 32 --lora-modules run="
+    assert line == f"vLLM can serve this adapter (0.32 tried, 0.33 by source): {command}{served}"
+    refused = save_adapter(base, tmp_path / "dora" / "model", use_dora=True)
+    instead = f"llama-ft export {tmp_path}/dora OUT --for vllm --merge --save_dtype bfloat16"
+    assert adapter_line(refused, "org/base", base).endswith(f"DoRA (use_dora). Instead: {instead}")

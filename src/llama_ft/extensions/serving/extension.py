@@ -1,10 +1,14 @@
 """Hands a model or adapter over to an inference server, with `llama-ft export --for SERVER`, and
-compares a running one with probes that each run stores, with `llama-ft check --server URL`."""
+compares a running one with probes that each run stores, with `llama-ft check --server URL`. A run
+with an adapter says at its end how vLLM serves it."""
 
 from llama_ft.door import Extension, ToolFlags
 
 EXTENSION = Extension(
-    part="llama_ft.extensions.serving.probes.part:WriteProbes",
+    part=(
+        "llama_ft.extensions.serving.probes.part:WriteProbes",
+        "llama_ft.extensions.serving.part:ServingLine",
+    ),
     needs_part=lambda config: config.checkpoint.save_model,
     tools={
         "check": ToolFlags(

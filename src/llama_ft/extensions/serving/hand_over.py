@@ -23,7 +23,7 @@ from llama_ft.extensions.serving.adapter_files import (
     read_template,
 )
 from llama_ft.extensions.serving.judgment import Verdict
-from llama_ft.extensions.serving.rules import TITLES, Target, read_target, table, vllm_versions
+from llama_ft.extensions.serving.rules import Target, read_target, table, vllm_versions
 from llama_ft.extensions.serving.sglang import check_sglang
 from llama_ft.extensions.serving.vllm import check_vllm
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG
@@ -188,17 +188,17 @@ def adapter_line(folder: Path, base_name: str, base: Path) -> str:
     files = read_base(base, base_name)
     verdicts = judge(Target("vllm", None), read_adapter(folder), files)
     newest = verdicts[0]
-    run = shlex.quote(str(folder.parent))
-    export = f"llama-ft export {run} OUT --for vllm"
+    export = f"llama-ft export {shlex.quote(str(folder.parent))} OUT --for vllm"
     if newest.problems:
-        way_out = f"{export} --merge --save_dtype {files.dtype}"
-        if not newest.can_be_merged:
-            way_out = "serve it with Transformers and PEFT"
         problems = " ".join(problem.what for problem in newest.problems)
-        return f"{newest.title} cannot serve this adapter: {problems} Instead: {way_out}"
-    if newest.renames or any(verdict.renames for verdict in verdicts):
-        return f"vLLM would ignore some layers of this adapter by their names. Instead: {export}"
-    return f"{TITLES['vllm']} can serve this adapter ({_known(verdicts)}): {serve_line(newest, folder, files, folder)}"
+        instead = f"{export} --merge --save_dtype {files.dtype}"
+        if not newest.can_be_merged:
+            instead = "serve it with Transformers and PEFT"
+        return f"{newest.title} cannot serve this adapter: {problems} Instead: {instead}"
+    if any(verdict.renames for verdict in verdicts):
+        return f"vLLM would ignore layers of this adapter by their names. Instead: {export}"
+    command = serve_line(newest, folder, files, folder)
+    return f"vLLM can serve this adapter ({_known(verdicts)}): {command}"
 
 
 def _known(verdicts: list[Verdict]) -> str:
