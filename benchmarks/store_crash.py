@@ -48,10 +48,11 @@ sys.path.insert(1, str(crash.REPOSITORY / "tests"))
 
 from forked import Running, start_forked  # noqa: E402
 
-from llama_ft.checkpoint import ObjectStore, is_uploaded  # noqa: E402
-from llama_ft.checkpoint.store.object_store import (  # noqa: E402
+from llama_ft.extensions.store.object_store import (  # noqa: E402  # noqa: E402
     COMMIT_FILE,
+    ObjectStore,
     commit_name,
+    is_uploaded,
     read_commits,
     stored_file,
 )

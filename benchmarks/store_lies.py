@@ -28,9 +28,9 @@ sys.path.insert(1, str(crash.REPOSITORY / "tests"))
 
 from forked import start_forked  # noqa: E402
 
-from llama_ft.checkpoint import ObjectStore  # noqa: E402
-from llama_ft.checkpoint.store.object_store import (  # noqa: E402
+from llama_ft.extensions.store.object_store import (  # noqa: E402
     COMMIT_FILE,
+    ObjectStore,  # noqa: E402
     commit_name,
     read_commits,
     stored_file,

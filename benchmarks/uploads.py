@@ -41,8 +41,10 @@ from text_files import print_columns, read_json_lines
 from torchrun_command import torchrun_command
 
 from llama_ft import runtime
-from llama_ft.checkpoint import CheckpointWriter, ObjectStore, SaveHooks, Uploads
+from llama_ft.checkpoint import CheckpointWriter, SaveHooks
 from llama_ft.config import CheckpointConfig
+from llama_ft.extensions.store.object_store import ObjectStore
+from llama_ft.extensions.store.uploads import Uploads
 from llama_ft.runtime import log
 
 WAYS = ("local", "store", "slow store")

@@ -27,7 +27,6 @@ from llama_ft.extensions.check.disk import try_disk  # noqa: E402
 from llama_ft.extensions.check.machine import measure_rank  # noqa: E402
 from llama_ft.extensions.check.network import measure_network  # noqa: E402
 from llama_ft.extensions.check.result import CheckResult  # noqa: E402
-from llama_ft.extensions.check.store import StoreTrial, try_store  # noqa: E402
 from llama_ft.runtime import log  # noqa: E402
 
 
@@ -40,10 +39,8 @@ def main(options: CheckFlags) -> None:
         links = measure_network(ranks, [rank.node for rank in facts], nbytes)
         folder = expanded(options.output_dir)
         disks = ranks.gather(try_disk(ranks, folder, nbytes))
-        stores: list[StoreTrial] = []
-        if options.save_to is not None:
-            stores = ranks.gather(try_store(options.save_to))
-        result = CheckResult(options.output_dir, facts, disks, links, options.save_to, stores)
+        trials = ranks.gather(door.trials(options))  # --save_to
+        result = CheckResult(options.output_dir, facts, disks, links, trials)
         log.info(result.table())
         problems = result.problems()
         if problems:

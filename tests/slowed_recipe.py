@@ -19,8 +19,8 @@ sys.path.append(str(Path(__file__).parent))
 
 from conftest import RECIPE, load_script
 
-from llama_ft.checkpoint.store import object_store as store
 from llama_ft.config.reading.parse import as_keywords
+from llama_ft.extensions.store import object_store as store
 from llama_ft.observe import flops
 from llama_ft.run import TrainingRun
 from llama_ft.run.parts.slow_ranks import SlowRanks

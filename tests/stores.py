@@ -22,8 +22,7 @@ import pytest
 from conftest import RECIPE
 from forked import start_forked
 
-from llama_ft.checkpoint import ObjectStore
-from llama_ft.checkpoint.store.object_store import with_retries
+from llama_ft.extensions.store.object_store import ObjectStore, with_retries
 
 pytest.importorskip("s3fs")
 boto3 = pytest.importorskip("boto3")

@@ -13,7 +13,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-NAMES = ("kubeflow", "check", "images", "report", "serving")  # in the order of their parts in a run
+NAMES = (
+    "kubeflow",
+    "check",
+    "images",
+    "report",
+    "serving",
+    "store",
+)  # in the order of their parts in a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +36,10 @@ class Extension:
             way, also after an error, on the disk that has the log. It must not raise.
         media: `module:Class` of a `MediaReader` (data/media.py), which reads what samples hold in
             addition to text. One extension has it.
+        remote_run: `module:Class` of a `RemoteRun`, see checkpoint/remote.py. A run has one at most.
+        needs_remote_run: tells from the `CheckpointConfig` whether the run has this one.
+        trial: `module:function` of the flags of recipes/check.py, which calls it on each rank: what
+            it tries, or None if no flag asks for it.
         tools: tool of recipes/, such as check -> its flags and what they do.
         verbs: `llama-ft VERB` -> its recipe.
     """
@@ -38,6 +49,9 @@ class Extension:
     needs_part: Callable[[Any], bool] = lambda config: True
     at_end: str | None = None
     media: str | None = None
+    remote_run: str | None = None
+    needs_remote_run: Callable[[Any], bool] = lambda settings: False
+    trial: str | None = None
     tools: Mapping[str, "ToolFlags"] = field(default_factory=dict)
     verbs: Mapping[str, "Verb"] = field(default_factory=dict)
 
@@ -63,6 +77,21 @@ class ToolFlags:
     is_used: Callable[[Any], bool]
     check: str | None = None
     finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one rank has tried for recipes/check.py.
+
+    Attributes:
+        title: of a column in the table.
+        result: of this rank, for that column.
+        problem: what is wrong, for the ranks that have the same problem; "" if nothing is.
+    """
+
+    title: str
+    result: str
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +138,21 @@ def functions_at_end() -> list[Callable[[Path], None]]:
     """Return what is called with the directory of a run that has ended."""
     names = [extension.at_end for extension in extensions()]
     return [resolve_name(name) for name in names if name is not None]
+
+
+def remote_run(settings: Any) -> Callable[[Any, Any], Any] | None:
+    """Return the class of the other place of a run with these `CheckpointConfig`, if it has one."""
+    for extension in extensions():
+        if extension.remote_run is not None and extension.needs_remote_run(settings):
+            return resolve_name(extension.remote_run)
+    return None
+
+
+def trials(flags: Any) -> list[Trial]:
+    """Try on this rank what the flags of recipes/check.py ask extensions for."""
+    names = [extension.trial for extension in extensions()]
+    results = [resolve_name(name)(flags) for name in names if name is not None]
+    return [trial for trial in results if trial is not None]
 
 
 def verbs() -> dict[str, Verb]:

@@ -27,8 +27,8 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 4750,
-    "checkpoint": 19_200,
+    "": 5100,
+    "checkpoint": 11_200,
     "config": 20_100,
     "cpu": 4700,
     "data": 42_500,
@@ -40,6 +40,7 @@ TOKENS = {
     "extensions/kubeflow": 850,
     "extensions/report": 6100,
     "extensions/serving": 12_900,
+    "extensions/store": 9900,
     "inference": 7500,
     "libraries": 2600,
     "models": 60_000,

@@ -19,9 +19,8 @@ from llama_ft.checkpoint.reader import (
     step_folder,
     step_of,
 )
+from llama_ft.checkpoint.remote import RemoteCheckpoints, RemoteRun
 from llama_ft.checkpoint.run_directory import lock_continued_run
-from llama_ft.checkpoint.store.fetch import StoredRun, find_stored, report_without_checkpoint
-from llama_ft.checkpoint.store.object_store import ObjectStore, is_uploaded
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.home import expanded
 from llama_ft.config.reading.load import with_present_names
@@ -65,18 +64,18 @@ BATCHES_DIFFER = (
 
 
 def find_checkpoint(
-    settings: CheckpointConfig, ranks: Ranks, store: ObjectStore | None = None
+    settings: CheckpointConfig, ranks: Ranks, remote: RemoteRun | None = None
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from; None without --resume, or with --resume auto if there
     is none. The run's directory is locked first: nobody else changes its checkpoints from then on.
-    If the checkpoint is only in a store, it is fetched, together with the one that has the best
-    validation loss.
+    If the checkpoint is only in another place, it is fetched, together with the one that has the
+    best validation loss.
 
     Args:
         settings: resume and output_dir. If torchrun has restarted the ranks, they resume from the
             checkpoints of the previous attempt, whatever these settings are.
         ranks: the ranks. All of them call it, and share the work of verifying checksums.
-        store: of --save_to.
+        remote: the result of `open_remote`; None: the disk has all checkpoints.
 
     Raises:
         UserError: --resume does not name a checkpoint, another process has the run's directory, or
@@ -84,12 +83,12 @@ def find_checkpoint(
         RunFailure: the named checkpoint is corrupted, or with --resume auto all of them are.
     """
     lock_continued_run(settings, ranks)
-    stored = find_stored(settings, store, ranks)
+    stored = remote.checkpoints() if remote is not None else None
     find = partial(_candidates, settings, ranks.earlier_run, stored)
     candidates = ranks.broadcast_from_rank0(find)
     if not candidates:
         if stored is not None:
-            ranks.broadcast_from_rank0(partial(report_without_checkpoint, stored))
+            ranks.broadcast_from_rank0(stored.report_without_checkpoint)
         return None
     if stored is not None and not ranks.shares_disk:
         # the path of the directory can differ per node
@@ -117,11 +116,11 @@ def first_valid(
 
 
 def _candidates(
-    settings: CheckpointConfig, earlier_run: Path | None, stored: StoredRun | None
+    settings: CheckpointConfig, earlier_run: Path | None, stored: RemoteCheckpoints | None
 ) -> list[Path]:
-    """Return the checkpoints to try, in order; those of a store as the paths that they will get."""
+    """Return the checkpoints to try, in order; those of another place as the paths that they will get."""
     if stored is not None:
-        folders = {step_folder(stored.directory, step) for step in stored.commits}
+        folders = {step_folder(stored.directory, step) for step in stored.steps}
         if stored.with_local:
             folders |= {*complete_checkpoints(stored.directory)}
         return sorted(folders, key=step_of, reverse=True)
@@ -153,28 +152,28 @@ def _shared_errors(ranks: Ranks, folder: Path) -> list[str]:
     return list(itertools.chain.from_iterable(ranks.gather(mine.result())))
 
 
-def _errors_or_fetch(ranks: Ranks, stored: StoredRun | None, folder: Path) -> list[str]:
+def _errors_or_fetch(ranks: Ranks, stored: RemoteCheckpoints | None, folder: Path) -> list[str]:
     """Return what is wrong with a local checkpoint, on all ranks. If it is missing or corrupted,
-    fetch it from the store, and return what is wrong there."""
+    fetch it from the other place, and return what is wrong there."""
     errors = []
     is_whole = stored is None or ranks.shares_disk
     if is_whole and ranks.broadcast_from_rank0(folder.is_dir):
         errors = _shared_errors(ranks, folder)
         if not errors:
             return []
-    if stored is None or step_of(folder) not in stored.commits:
+    if stored is None or step_of(folder) not in stored.steps:
         return errors
     stored_errors = stored.fetch(step_of(folder), ranks)
     return errors + stored_errors if stored_errors else []
 
 
-def _fetch_best(resumed: Checkpoint, stored: StoredRun, ranks: Ranks) -> None:
+def _fetch_best(resumed: Checkpoint, stored: RemoteCheckpoints, ranks: Ranks) -> None:
     """Fetch the checkpoint with the best validation loss, whose weights early stopping takes and
     which checkpoints/best.json names."""
     step = int(resumed.trainer["progress"]["best"]["step"])
     is_local = ranks.broadcast_from_rank0(step_folder(stored.directory, step).is_dir)
     is_whole = is_local and ranks.shares_disk
-    if is_whole or step not in stored.commits:
+    if is_whole or step not in stored.steps:
         return
     errors = stored.fetch(step, ranks, is_resumed=False)
     if errors:
@@ -258,11 +257,11 @@ def open_best(step: int, run: Path, resumed: Checkpoint | None, ranks: Ranks) ->
 
 
 def finished_result(
-    resumed: Checkpoint, config: Config, store: ObjectStore | None = None
+    resumed: Checkpoint, config: Config, remote: RemoteRun | None = None
 ) -> str | None:
     """Return where the final model of a finished run is if --resume would change nothing, or None.
-    With another model or other data there is more to compare first, so the result is None. `store`:
-    of --save_to, which may hold the model of a run whose disk is lost."""
+    With another model or other data there is more to compare first, so the result is None. `remote`
+    may have the model of a run whose disk is lost."""
     settings = config.checkpoint
     result = resumed.run / "model"
     output_dir = expanded(settings.output_dir or resumed.run)
@@ -279,9 +278,7 @@ def finished_result(
         return None
     if result.is_dir():
         return str(result)
-    if store is not None and is_uploaded(store, resumed.step):
-        return f"{store.url}/model"
-    return None
+    return remote.final_model(resumed.step) if remote is not None else None
 
 
 def settings_by_name(

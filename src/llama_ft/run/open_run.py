@@ -21,7 +21,6 @@ from llama_ft.run.parts.slow_ranks import SlowRanks
 from llama_ft.run.parts.snapshots import MemorySnapshot
 from llama_ft.run.parts.summary import Summary
 from llama_ft.run.parts.tracked_model import TrackedModel
-from llama_ft.run.parts.uploads import UploadedRun
 from llama_ft.run.setup import Setup, take_newer
 from llama_ft.run.training_run import TrainingRun
 from llama_ft.runtime import log
@@ -71,12 +70,12 @@ def open_run(
     directory = checkpoint.create_run_directory(config.checkpoint, name, ranks, setup.resumed)
     log.info(f"Run directory: {directory}")
     resumed = setup.resumed
-    uploads = checkpoint.open_uploads(setup.store, directory, config.checkpoint, resumed, ranks)
-    setup = take_newer(setup, config, inputs.description, inputs.batches, uploads)
+    setup.remote.open(directory, resumed)
+    setup = take_newer(setup, config, inputs.description, inputs.batches)
     setup = dataclasses.replace(setup, config=config)
     resumed = setup.resumed
     step = resumed.step if resumed else 0
-    at_end = result.at_end(directory, uploads, ranks)
+    at_end = result.at_end(directory, setup.remote, ranks)
     ranks.begin_run(directory, step, at_end, setup.global_batch)
     description = checkpoint.describe_run(config) | inputs.description
     attempts = checkpoint.attempts_of(resumed, description, ranks)
@@ -90,17 +89,13 @@ def open_run(
             shutil.copyfile(bad_samples, directory / BAD_SAMPLES_FILE)
     planned_share = setup.preflight.report(directory, ranks)
     use_spare_memory(planned_share, built, config, inputs.dataset.longest_example, ranks)
-    hooks = checkpoint.SaveHooks()
-    if uploads is not None:
-        hooks = uploads.hooks()
-        parts = [*parts, UploadedRun(uploads)]
-    parts = [*parts, Summary(setup.recipes, setup.started_at)]
+    parts = [*parts, *setup.remote.parts(), Summary(setup.recipes, setup.started_at)]
 
     def saved(step: int) -> None:
         for part in parts:
             part.saved(run, step)
 
-    hooks = dataclasses.replace(hooks, saved=saved)
+    hooks = dataclasses.replace(setup.remote.hooks(), saved=saved)
     writer = checkpoint.CheckpointWriter(directory, config.checkpoint, description, ranks, hooks)
     run_log = _open_log(setup, directory, attempts, inputs.batches.total_steps)
     run = TrainingRun(setup, inputs, built, writer, run_log, parts)

@@ -19,9 +19,9 @@ def load_best_weights(run: TrainingRun) -> None:
     run.weights_of = run.state.step
     step = checkpoint.result_step(run.config, run.state.step, run.state.best.step)
     if step != run.state.step:
-        if run.store is not None and not run.ranks.shares_disk:
+        if not run.ranks.shares_disk:
             run.writer.finish_uploads()
-            checkpoint.fetch_to_each_disk(run.store, run.directory, step, run.ranks)
+            run.remote.fetch(step)
         best = checkpoint.open_best(step, run.directory, run.resumed, run.ranks)
         checkpoint.restore_weights(best, run.built.model)
         run.weights_of = best.step
@@ -42,7 +42,7 @@ def trainer_record(run: TrainingRun) -> dict[str, Any]:
     return {**outcome_of(run), **run.description}
 
 
-def at_end(directory: Path, uploads: checkpoint.Uploads | None, ranks: Ranks) -> Callable[[], None]:
+def at_end(directory: Path, remote: checkpoint.RemoteRun, ranks: Ranks) -> Callable[[], None]:
     """Return what is called when a run has ended in any way: it writes its report, and uploads it.
     A rank that ends the run on another disk than rank 0's has only the status."""
     has_log = ranks.disk_leader == 0
@@ -51,7 +51,7 @@ def at_end(directory: Path, uploads: checkpoint.Uploads | None, ranks: Ranks) ->
     def end_run() -> None:
         for function in functions:
             function(directory)
-        if uploads is not None and ranks.status is not None:
-            uploads.put_outcome(ranks.status.step, has_log)
+        if ranks.status is not None:
+            remote.put_outcome(ranks.status.step, has_log)
 
     return end_run

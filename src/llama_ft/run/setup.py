@@ -34,7 +34,7 @@ class Setup:
         resumed: the checkpoint that the run resumes from; None for a new run.
         unfinished: directory of an attempt of this run that ended before its first checkpoint, if
             there was one: its reference and its teacher's probabilities are used.
-        store: of --save_to; None without.
+        remote: where the run is in addition to its disk, such as in the store of --save_to.
         is_finished: the run to resume is already complete, so there is nothing to do.
         global_batch: packed sequences, or samples, of an optimizer step over all ranks.
         layout: a line about the ranks and the batch size.
@@ -49,7 +49,7 @@ class Setup:
     memory: observe.MemoryMonitor
     resumed: checkpoint.Checkpoint | None
     unfinished: Path | None
-    store: checkpoint.ObjectStore | None
+    remote: checkpoint.RemoteRun
     is_finished: bool
     global_batch: int
     layout: str
@@ -105,19 +105,16 @@ def take_newer(
     config: Config,
     inputs: Mapping[str, Any],
     batches: data.TrainingBatches,
-    uploads: checkpoint.Uploads | None,
 ) -> Setup:
-    """Return the setup with `resumed` replaced if the store of --save_to holds a newer checkpoint by
-    now. Nothing before depends on its step. All ranks call it.
+    """Return the setup with `resumed` replaced if its `remote` holds a newer checkpoint by now.
+    Nothing before depends on its step. All ranks call it.
 
     Raises:
         UserError: it is of other settings or inputs, or after the last step.
         RunFailure: it is of another global batch, for which other batches must be planned.
     """
-    resumed = setup.resumed
-    if uploads is not None:
-        find = partial(checkpoint.find_checkpoint, config.checkpoint, setup.ranks, setup.store)
-        resumed = uploads.take_newer(resumed, find)
+    find = partial(checkpoint.find_checkpoint, config.checkpoint, setup.ranks, setup.remote)
+    resumed = setup.remote.take_newer(setup.resumed, find)
     if resumed is None or resumed is setup.resumed:
         return dataclasses.replace(setup, resumed=resumed)
     check_same_run(resumed, config, inputs, setup.origins)
@@ -156,15 +153,14 @@ def start_run(
         checkpoint.removed_if_unused(ranks),
     ):
         runtime.set_quiet(config.tracking.quiet)
-        store = checkpoint.open_store(config.checkpoint, ranks)
-        checkpoint.find_disks(config.checkpoint, ranks)
-        resumed = checkpoint.find_checkpoint(config.checkpoint, ranks, store)
+        remote = checkpoint.open_remote(config.checkpoint, ranks)
+        resumed = checkpoint.find_checkpoint(config.checkpoint, ranks, remote)
         config = checkpoint.resolve_precision(config, origins, ranks, resumed)
         config = training.resolve_format(config)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         config = resolve_checkpointing(config, ranks.target.device)
         check_same_run(resumed, config, {}, origins)
-        is_finished = end_if_finished(resumed, config, ranks, store)
+        is_finished = end_if_finished(resumed, config, ranks, remote)
         global_batch = 0
         layout = ""
         if not is_finished:
@@ -186,7 +182,7 @@ def start_run(
             memory=memory,
             resumed=resumed,
             unfinished=checkpoint.unfinished_directory(config.checkpoint, ranks, resumed),
-            store=store,
+            remote=remote,
             is_finished=is_finished,
             global_batch=global_batch,
             layout=layout,
@@ -200,26 +196,18 @@ def end_if_finished(
     resumed: checkpoint.Checkpoint | None,
     config: Config,
     ranks: Ranks,
-    store: checkpoint.ObjectStore | None,
+    remote: checkpoint.RemoteRun,
 ) -> bool:
     """Return whether the run to resume is complete, and if so, log where its final model is. An
     upload that was interrupted is finished."""
     if resumed is None:
         return False
-    find = partial(checkpoint.finished_result, resumed, config, store)
+    find = partial(checkpoint.finished_result, resumed, config, remote)
     result = ranks.broadcast_from_rank0(find)
     if result is None:
         return False
     log.info(f"This run was finished after step {resumed.step}; its final model is {result}")
-    missing = None
-    if store is not None:
-        step = resumed.step
-        is_uploaded = ranks.broadcast_from_rank0(lambda: checkpoint.is_uploaded(store, step))
-        missing = None if is_uploaded else store
-    uploads = checkpoint.open_uploads(missing, resumed.run, config.checkpoint, resumed, ranks)
-    ranks.begin_run(resumed.run, resumed.step, at_end(resumed.run, uploads, ranks))
-    if uploads is not None:
-        uploads.add_missing()
-        uploads.finish()
-        uploads.put_model()
+    remote.reopen(resumed)
+    ranks.begin_run(resumed.run, resumed.step, at_end(resumed.run, remote, ranks))
+    remote.complete()
     return True

@@ -37,7 +37,7 @@ class TrainingRun:
     Attributes:
         config, ranks, memory, resumed: see `Setup`.
         dataset, batches, built, writer, log: as above.
-        store: of --save_to; None without.
+        remote: see `Setup`.
         directory, description: of the run; the latter for trainer.json.
         facts: further contents of the report, in facts.json.
         throughput: the time of each step.
@@ -64,7 +64,7 @@ class TrainingRun:
         self.ranks = setup.ranks
         self.memory = setup.memory
         self.resumed = setup.resumed
-        self.store = setup.store
+        self.remote = setup.remote
         self.dataset = inputs.dataset
         self._evaluation = inputs.evaluation
         self._tokenizer = inputs.tokenizer

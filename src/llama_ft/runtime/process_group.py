@@ -145,7 +145,7 @@ class Ranks:
         return not any(self.disk_leaders)
 
     def use_disks(self, leaders: Sequence[int]) -> None:
-        """Set what `checkpoint.find_disks` has found: `disk_leaders`."""
+        """Set what a `RemoteRun` has found: `disk_leaders`."""
         self.disk_leaders = tuple(leaders)
 
     def take_lock(self, lock: RunLock) -> None:

@@ -16,8 +16,7 @@ from forked import forked, start_forked
 from plain_losses import write_pairs
 from stores import SECRET, CuttingProxy, boto3, download, kill_when, s3_server
 
-from llama_ft.checkpoint import ObjectStore, is_uploaded
-from llama_ft.checkpoint.store.object_store import read_commits
+from llama_ft.extensions.store.object_store import ObjectStore, is_uploaded, read_commits
 
 LAST_STEP = 8  # of a run of one epoch
 

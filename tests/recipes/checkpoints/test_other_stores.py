@@ -23,8 +23,12 @@ from stores import (
     npm_server,
 )
 
-from llama_ft.checkpoint import ObjectStore, is_uploaded
-from llama_ft.checkpoint.store.object_store import read_commits, with_retries
+from llama_ft.extensions.store.object_store import (
+    ObjectStore,
+    is_uploaded,
+    read_commits,
+    with_retries,
+)
 
 # of Azurite's documentation, the same everywhere
 AZURE_ACCOUNT = "devstoreaccount1"

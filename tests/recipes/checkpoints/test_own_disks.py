@@ -16,8 +16,12 @@ from agents import SLOWED, nodes, wait_until
 from conftest import RECIPE, load_script
 from forked import forked, start_forked
 
-from llama_ft.checkpoint import ObjectStore, is_uploaded
-from llama_ft.checkpoint.store.object_store import commit_name, read_commits
+from llama_ft.extensions.store.object_store import (
+    ObjectStore,
+    commit_name,
+    is_uploaded,
+    read_commits,
+)
 
 storage = load_script(Path(__file__).with_name("test_object_storage.py"))
 elastic = load_script(Path(__file__).with_name("test_elastic_run.py"))

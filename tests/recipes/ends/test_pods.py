@@ -19,8 +19,7 @@ from conftest import REPOSITORY, load_script
 from forked import ENVIRONMENT
 from stores import download, s3_server
 
-from llama_ft.checkpoint import ObjectStore
-from llama_ft.checkpoint.store.object_store import read_commits
+from llama_ft.extensions.store.object_store import ObjectStore, read_commits
 
 _, TRAIN_JOB = yaml.safe_load_all(
     (REPOSITORY / "launch" / "kubernetes" / "finetune.yaml").read_text()

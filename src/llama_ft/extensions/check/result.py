@@ -1,16 +1,17 @@
 """The table of a check, and what is wrong."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from llama_ft.config.wording.messages import size_text
+from llama_ft.door import Trial
 from llama_ft.errors import plural
 from llama_ft.extensions.check.disk import DiskTrial
 from llama_ft.extensions.check.machine import RankFacts
 from llama_ft.extensions.check.network import Link
-from llama_ft.extensions.check.store import StoreTrial
 
 LEAST_FREE = 0.9  # share of a GPU's memory: a desktop takes a few percent, another process more
 LEAST_RATE = 0.8  # of the median: GPUs of one type differ by a few percent
@@ -27,22 +28,19 @@ class CheckResult:
         output_dir: the directory that was tried.
         facts, disks: one of each rank.
         links: see `measure_network`.
-        save_to: the store that was tried; None without.
-        stores: one of each rank; empty without a store.
+        trials: of each rank, what extensions have tried.
     """
 
     output_dir: str
     facts: Sequence[RankFacts]
     disks: Sequence[DiskTrial]
     links: Sequence[Link]
-    save_to: str | None = None
-    stores: Sequence[StoreTrial] = ()
+    trials: Sequence[Sequence[Trial]] = ()
 
     def table(self) -> str:
         """Return the measured values as lines: a row per rank, the links, and the versions."""
         head = ["rank", "node", "device", "free", "host memory", "matmul", "disk", "free on disk"]
-        if self.stores:
-            head.append("put, get, delete in the store")
+        head += [trial.title for trial in self._trials_of(0)]
         rows = [head]
         for facts, disk in zip(self.facts, self.disks, strict=True):
             rows.append(
@@ -57,7 +55,7 @@ class CheckResult:
                     if disk.bytes_per_second
                     else UNKNOWN,
                     _size(disk.free_bytes or None),
-                    *map(_store_cell, self.stores[facts.rank : facts.rank + 1]),
+                    *(trial.result for trial in self._trials_of(facts.rank)),
                 ]
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -75,7 +73,7 @@ class CheckResult:
         """Return one text per problem: which rank, node or link, and what to do."""
         return [
             *self._disk_problems(),
-            *self._store_problems(),
+            *self._trial_problems(),
             *self._version_problems(),
             *self._memory_problems(),
             *self._slow_ranks(),
@@ -106,17 +104,17 @@ class CheckResult:
             )
         return problems
 
-    def _store_problems(self) -> list[str]:
-        problems = []
-        found = dict.fromkeys((trial.kind, trial.reason) for trial in self.stores if trial.kind)
-        for kind, reason in found:
-            where = self._where(
-                lambda rank, pair=(kind, reason): (  # type: ignore[misc]
-                    (self.stores[rank].kind, self.stores[rank].reason) == pair
-                )
-            )
-            problems.append(f"--save_to {self.save_to}: {kind} ({reason}): {where}.")
-        return problems
+    def _trials_of(self, rank: int) -> Sequence[Trial]:
+        return self.trials[rank] if self.trials else ()
+
+    def _trial_problems(self) -> list[str]:
+        problems = [[trial.problem for trial in trials] for trials in self.trials]
+        different = dict.fromkeys(itertools.chain.from_iterable(problems))
+        return [
+            f"{problem}: {self._where(lambda rank, text=problem: text in problems[rank])}."  # type: ignore[misc]
+            for problem in different
+            if problem
+        ]
 
     def _versions(self) -> Counter[tuple[str, str]]:
         return Counter(pair for facts in self.facts for pair in facts.versions.items())
@@ -184,13 +182,6 @@ class CheckResult:
         return [
             f"{node}: its clock differs by {plural(seconds, 'second')}." for node, seconds in nodes
         ]
-
-
-def _store_cell(trial: StoreTrial) -> str:
-    if trial.kind:
-        return trial.kind
-    times = (trial.put_seconds, trial.get_seconds, trial.delete_seconds)
-    return ", ".join(f"{1000 * seconds:,.0f} ms" for seconds in times)
 
 
 def _rate(flops_per_second: float) -> str:

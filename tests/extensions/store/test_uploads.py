@@ -20,17 +20,14 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import Callback
 from torch.distributed.launcher.api import LaunchConfig
 
-from llama_ft.checkpoint import (
-    CheckpointWriter,
-    ObjectStore,
-    Uploads,
-    open_store,
-    upload_grace_seconds,
-)
+from llama_ft.checkpoint import CheckpointWriter
+from llama_ft.checkpoint.remote import open_remote
 from llama_ft.checkpoint.resume import find_checkpoint
-from llama_ft.checkpoint.store.object_store import NoAnswer, read_commits
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import RunFailure, UserError
+from llama_ft.extensions.store.fetch import open_store
+from llama_ft.extensions.store.object_store import NoAnswer, ObjectStore, read_commits
+from llama_ft.extensions.store.uploads import Uploads, upload_grace_seconds
 from llama_ft.runtime import Ranks
 
 STATE = {"progress": {"best": {"step": 0}}}
@@ -76,7 +73,7 @@ def start(tmp_path: Path, runtime: Ranks) -> Callable[..., Run]:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.RETRY_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr("llama_ft.extensions.store.object_store.RETRY_SECONDS", (0.01, 0.01))
 
 
 @pytest.fixture
@@ -105,7 +102,7 @@ def resume(tmp_path: Path, ranks: Ranks, how: str | None = "auto") -> int | None
     """The step from which a run would resume."""
     settings = settings_of(tmp_path, how)
     try:
-        found = find_checkpoint(settings, ranks, open_store(settings, ranks))
+        found = find_checkpoint(settings, ranks, open_remote(settings, ranks))
     finally:
         ranks.release_lock()
     return None if found is None else found.step
@@ -177,12 +174,12 @@ def test_a_checkpoint_that_is_uploaded_while_the_next_run_starts_is_resumed(
     if before is not None:
         run.save(before)
     settings = dataclasses.replace(settings_of(tmp_path), output_dir=f"{tmp_path}/next")
-    found = find_checkpoint(settings, runtime, run.uploads.store)
+    remote = open_remote(settings, runtime)
+    found = find_checkpoint(settings, runtime, remote)
     assert (None if found is None else found.step) == before
     run.save(5)  # e.g. after SIGTERM, while the next run loads its model
     following = start(resumed_step=before or 0, directory="next")
-    store = following.uploads.store
-    newer = following.uploads.take_newer(found, lambda: find_checkpoint(settings, runtime, store))
+    newer = following.uploads.take_newer(found, lambda: find_checkpoint(settings, runtime, remote))
     assert newer is not None and newer.step == 5
     following.save(7)
     assert [*read_commits(run.uploads.store)][:2] == [7, 5]
@@ -330,8 +327,8 @@ def test_a_report_that_cannot_be_uploaded_does_not_delay_the_exit(
     start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start()
-    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.RETRY_SECONDS", (300,))
-    monkeypatch.setattr("llama_ft.checkpoint.store.uploads.SECONDS_FOR_SMALL_FILES", 0.2)
+    monkeypatch.setattr("llama_ft.extensions.store.object_store.RETRY_SECONDS", (300,))
+    monkeypatch.setattr("llama_ft.extensions.store.uploads.SECONDS_FOR_SMALL_FILES", 0.2)
     (tmp_path / "store" / "metrics.jsonl").mkdir()  # where a file has to go
     before = set(threading.enumerate())
     run.uploads.put_outcome(8)
@@ -377,7 +374,7 @@ def test_a_store_that_stops_answering_is_one_warning_and_the_run_ends(
     monkeypatch: pytest.MonkeyPatch,
     warnings: list[str],
 ) -> None:
-    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.SECONDS_WITHOUT_PROGRESS", 0.2)
+    monkeypatch.setattr("llama_ft.extensions.store.object_store.SECONDS_WITHOUT_PROGRESS", 0.2)
     run = start()
     run.uploads.store = ObjectStore("s3://bucket/run", "--save_to")
     run.save(3)
@@ -410,7 +407,7 @@ def test_only_a_request_without_progress_is_cancelled(
     store = ObjectStore("slow://run", "--save_to")
     file = tmp_path / "file"
     file.write_text("content")
-    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.SECONDS_WITHOUT_PROGRESS", 1.0)
+    monkeypatch.setattr("llama_ft.extensions.store.object_store.SECONDS_WITHOUT_PROGRESS", 1.0)
     store.put_file(file, "name")  # takes longer in all
     monkeypatch.setattr(SlowStore, "hangs", True)
     with pytest.raises(NoAnswer, match="no progress for 1 s"):
@@ -465,12 +462,12 @@ def test_after_a_signal_an_upload_leaves_10_seconds_of_those_that_torchrun_gives
 def test_a_run_to_resume_without_credentials_is_an_error_at_once(
     runtime: Ranks, aws: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.RETRY_SECONDS", (300,))
+    monkeypatch.setattr("llama_ft.extensions.store.object_store.RETRY_SECONDS", (300,))
     for name in CREDENTIALS:
         monkeypatch.delenv(name)
     settings = CheckpointConfig(output_dir=str(tmp_path / "run"), resume="s3://bucket/run")
     with pytest.raises(UserError, match="--resume s3://bucket/run: cannot be used"):
-        find_checkpoint(settings, runtime)
+        find_checkpoint(settings, runtime, open_remote(settings, runtime))
 
 
 @pytest.mark.parametrize("problem", ["credentials", "down", "package", "protocol"])

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -12,7 +13,13 @@ from pathlib import Path
 
 from llama_ft.checkpoint.reader import complete_checkpoints, step_folder
 from llama_ft.checkpoint.run_directory import lock_directory, planned_directory, set_aside
-from llama_ft.checkpoint.store.object_store import (
+from llama_ft.config import CheckpointConfig
+from llama_ft.config.data_names import is_url
+from llama_ft.config.home import expanded
+from llama_ft.config.paths import FETCHED_FILE
+from llama_ft.config.wording.messages import size_text
+from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
+from llama_ft.extensions.store.object_store import (
     OWNER_FILE,
     RUN_FILES,
     Commit,
@@ -26,12 +33,6 @@ from llama_ft.checkpoint.store.object_store import (
     stored_file,
     with_retries,
 )
-from llama_ft.config import CheckpointConfig
-from llama_ft.config.data_names import is_url
-from llama_ft.config.home import expanded
-from llama_ft.config.paths import FETCHED_FILE
-from llama_ft.config.wording.messages import size_text
-from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
 from llama_ft.runtime import Ranks, log
 
 PARALLEL_FILES = 8
@@ -66,6 +67,31 @@ class StoredRun:
         self.commits = found.valid
         self.unusable = found.unusable
         self.with_local = with_local
+
+    @property
+    def steps(self) -> Collection[int]:
+        """The steps of the checkpoints."""
+        return self.commits.keys()
+
+    def report_without_checkpoint(self) -> None:
+        """Log that an earlier run has written into a store without checkpoints, on rank 0.
+
+        Raises:
+            RunFailure: it holds commit objects, but none can be used.
+        """
+        url = self.store.url
+        if self.unusable:
+            raise RunFailure(
+                f"{url}: holds checkpoints, but none of their commit objects can be used:\n"
+                + "\n".join(self.unusable.values())
+                + "\nNothing was changed. Try again later, or start a new run with another prefix."
+            )
+        with suppress(Exception):  # there is none, or it cannot be read
+            self.store.get_text(OWNER_FILE)
+            log.warning(
+                f"{url}: an earlier run has written {OWNER_FILE}, but no checkpoint. "
+                "This run starts from scratch."
+            )
 
     def fetch(self, step: int, ranks: Ranks, is_resumed: bool = True) -> list[str]:
         """Fetch a checkpoint, and with `is_resumed` also the log of the run. All ranks call it.
@@ -238,27 +264,6 @@ def find_stored(
         lock_directory(directory, ranks)
     with_local = (continues or is_restarted) and ranks.shares_disk
     return StoredRun(source, directory, found, with_local)
-
-
-def report_without_checkpoint(stored: StoredRun) -> None:
-    """Log that an earlier run has written into a store without checkpoints, on rank 0.
-
-    Raises:
-        RunFailure: it holds commit objects, but none can be used.
-    """
-    url = stored.store.url
-    if stored.unusable:
-        raise RunFailure(
-            f"{url}: holds checkpoints, but none of their commit objects can be used:\n"
-            + "\n".join(stored.unusable.values())
-            + "\nNothing was changed. Try again later, or start a new run with another prefix."
-        )
-    with suppress(Exception):  # there is none, or it cannot be read
-        stored.store.get_text(OWNER_FILE)
-        log.warning(
-            f"{url}: an earlier run has written {OWNER_FILE}, but no checkpoint. "
-            "This run starts from scratch."
-        )
 
 
 def _only_named(found: FoundCommits, resume: str, step: int | None) -> FoundCommits:

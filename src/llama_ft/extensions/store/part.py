@@ -1,11 +1,10 @@
-"""Uploads to --save_to as a part of a run. They have a thread of their own, see
-checkpoint/store/uploads.py."""
+"""Uploads to --save_to as a part of a run. They have a thread of their own, see uploads.py."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from llama_ft.checkpoint import Uploads, upload_grace_seconds
+from llama_ft.extensions.store.uploads import Uploads, upload_grace_seconds
 from llama_ft.run.parts.part import Part
 
 if TYPE_CHECKING:

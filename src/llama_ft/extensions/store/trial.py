@@ -5,15 +5,19 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from llama_ft.checkpoint import ObjectStore
-from llama_ft.checkpoint.store.object_store import store_reason
+from llama_ft.door import Trial
+from llama_ft.extensions.store.object_store import ObjectStore, store_reason
 
 # texts of S3, Google and Azure, and of their packages
 WRONG_CREDENTIALS = re.compile(
     r"credential|access key|signature|token|authenticat|unauthorized|\b401\b", re.IGNORECASE
 )
 NO_ACCESS = re.compile(r"denied|forbidden|not authorized|permission|\b403\b", re.IGNORECASE)
+
+
+TITLE = "put, get, delete in the store"
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,22 @@ class StoreTrial:
     delete_seconds: float = 0.0
 
 
-def try_store(url: str) -> StoreTrial:
+def try_store(flags: Any) -> Trial | None:
+    """Try the store of --save_to, if there is one, for recipes/check.py.
+
+    Raises:
+        UserError: the URL's package is missing.
+    """
+    if flags.save_to is None:
+        return None
+    trial = try_url(flags.save_to)
+    if trial.kind:
+        return Trial(TITLE, trial.kind, f"--save_to {flags.save_to}: {trial.kind} ({trial.reason})")
+    times = (trial.put_seconds, trial.get_seconds, trial.delete_seconds)
+    return Trial(TITLE, ", ".join(f"{1000 * seconds:,.0f} ms" for seconds in times))
+
+
+def try_url(url: str) -> StoreTrial:
     """Try a store, with an object whose name nobody else has. It is deleted in any case.
 
     Raises:

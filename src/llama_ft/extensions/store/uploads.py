@@ -22,7 +22,11 @@ import torch.distributed as dist
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.retention import SavedCheckpoint, surplus
-from llama_ft.checkpoint.store.object_store import (
+from llama_ft.checkpoint.writer import SaveHooks
+from llama_ft.config.paths import BAD_SAMPLES_FILE
+from llama_ft.config.wording.messages import size_text
+from llama_ft.errors import RunFailure, reason
+from llama_ft.extensions.store.object_store import (
     CHECKPOINT_OBJECT,
     COMMIT_FILE,
     RESULT_FILE,
@@ -37,12 +41,7 @@ from llama_ft.checkpoint.store.object_store import (
     unreachable,
     with_retries,
 )
-from llama_ft.checkpoint.store.owner import Claim, check_owner, take_over
-from llama_ft.checkpoint.writer import SaveHooks
-from llama_ft.config import CheckpointConfig
-from llama_ft.config.paths import BAD_SAMPLES_FILE
-from llama_ft.config.wording.messages import size_text
-from llama_ft.errors import RunFailure, reason
+from llama_ft.extensions.store.owner import Claim, check_owner, take_over
 from llama_ft.models.base.torch_2_11 import IS_TORCH_2_11
 from llama_ft.runtime import Ranks, log
 
@@ -561,20 +560,6 @@ class Uploads:
                 raise RuntimeError(self._board.get(end).decode())
             threading.Event().wait(POLL_SECONDS)
         return str(self._board.get(key).decode())
-
-
-def open_uploads(
-    store: ObjectStore | None,
-    directory: Path,
-    settings: CheckpointConfig,
-    resumed: Checkpoint | None,
-    ranks: Ranks,
-) -> Uploads | None:
-    """Return the uploads of a run, see `Uploads`; None without --save_to."""
-    if store is None:
-        return None
-    step = resumed.step if resumed is not None else 0
-    return Uploads(store, directory, settings.keep_last, step, ranks)
 
 
 def upload_grace_seconds() -> float:

@@ -13,17 +13,20 @@ import torch
 from conftest import REPOSITORY, load_script
 from stores import AWS, environment
 
-from llama_ft.checkpoint import CheckpointWriter, ObjectStore, Uploads, open_store
+from llama_ft.checkpoint import CheckpointWriter
 from llama_ft.checkpoint.resume import find_checkpoint
-from llama_ft.checkpoint.store.object_store import (
+from llama_ft.config import CheckpointConfig
+from llama_ft.errors import UserError
+from llama_ft.extensions.store.object_store import (
     COMMIT_FILE,
+    ObjectStore,
     commit_name,
     read_commits,
     stored_file,
 )
-from llama_ft.checkpoint.store.owner import take_over
-from llama_ft.config import CheckpointConfig
-from llama_ft.errors import UserError
+from llama_ft.extensions.store.owner import take_over
+from llama_ft.extensions.store.remote import RunInStore
+from llama_ft.extensions.store.uploads import Uploads
 from llama_ft.runtime import Ranks, log
 
 STATE = {"progress": {"best": {"step": 0}}}
@@ -44,8 +47,8 @@ def server(lying: Any) -> Any:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many attempts as in a run, and no time between them."""
-    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.RETRY_SECONDS", (0.01,) * 6)
-    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.ACCESS_RETRY_SECONDS", (0.01,) * 4)
+    monkeypatch.setattr("llama_ft.extensions.store.object_store.RETRY_SECONDS", (0.01,) * 6)
+    monkeypatch.setattr("llama_ft.extensions.store.object_store.ACCESS_RETRY_SECONDS", (0.01,) * 4)
     # s3fs waits 0.1 s or longer before it repeats a request after a status of 500
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
 
@@ -74,13 +77,14 @@ class Saved(NamedTuple):
         run = Path(str(settings.output_dir))
         shutil.rmtree(run, ignore_errors=True)
         try:
-            store = open_store(settings, self.ranks)
-            resumed = find_checkpoint(settings, self.ranks, store)
-            assert store is not None
+            remote = RunInStore(settings, self.ranks)
+            resumed = find_checkpoint(settings, self.ranks, remote)
             run.mkdir(exist_ok=True)
-            uploads = Uploads(store, run, 0, resumed.step if resumed else 0, self.ranks)
-            resumed = uploads.take_newer(
-                resumed, lambda: find_checkpoint(settings, self.ranks, uploads.store)
+            remote.open(run, resumed)
+            uploads = remote.uploads
+            assert uploads is not None
+            resumed = remote.take_newer(
+                resumed, lambda: find_checkpoint(settings, self.ranks, remote)
             )
             step = resumed.step if resumed else 0
             save(run, uploads, self.ranks, step + 1)
@@ -190,7 +194,7 @@ def test_a_listing_that_stays_wrong_is_an_error_and_not_an_empty_store(
     saved.server.tell(lying.Lie("empty", "LIST", 10**6))
     settings = saved.settings("successor")
     with pytest.raises(UserError, match="a listing lacks an object that was written just before"):
-        find_checkpoint(settings, saved.ranks, open_store(settings, saved.ranks))
+        find_checkpoint(settings, saved.ranks, RunInStore(settings, saved.ranks))
 
 
 @pytest.mark.slow
@@ -200,7 +204,7 @@ def test_commits_that_stay_unreadable_are_an_error_and_not_an_empty_store(
     saved.server.tell(lying.Lie("html", "GET", 10**6, COMMIT_FILE))
     settings = saved.settings("successor")
     with pytest.raises(UserError) as caught:
-        find_checkpoint(settings, saved.ranks, open_store(settings, saved.ranks))
+        find_checkpoint(settings, saved.ranks, RunInStore(settings, saved.ranks))
     assert "holds checkpoints, but none of their commit objects can be used" in str(caught.value)
     assert "step-000005/commit.json is corrupted" in str(caught.value)
 
@@ -221,7 +225,7 @@ def test_checkpoints_that_cannot_be_read_at_all_are_an_error(saved: Saved, lying
     saved.server.tell(lying.Lie("403", "GET", 10**6, "shard"))
     settings = saved.settings("successor")
     with pytest.raises(UserError, match="shard-00001.* cannot be read"):
-        find_checkpoint(settings, saved.ranks, open_store(settings, saved.ranks))
+        find_checkpoint(settings, saved.ranks, RunInStore(settings, saved.ranks))
     saved.ranks.release_lock()
 
 
@@ -274,16 +278,16 @@ def test_a_store_with_an_owner_and_no_checkpoint_is_reported(
     server.tell(None)
     url = f"s3://runs/{tmp_path.name}"
     settings = CheckpointConfig(save_to=url, output_dir=str(tmp_path / "run"), resume="auto")
-    store = open_store(settings, runtime)
-    assert store is not None
-    assert find_checkpoint(settings, runtime, store) is None
-    take_over(store)
+    remote = RunInStore(settings, runtime)
+    assert find_checkpoint(settings, runtime, remote) is None
+    assert remote.store is not None
+    take_over(remote.store)
     lines = list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
-        assert find_checkpoint(settings, runtime, store) is None
+        assert find_checkpoint(settings, runtime, remote) is None
     finally:
         log.removeHandler(handler)
     [line] = [line for line in lines if "owner.json" in line]

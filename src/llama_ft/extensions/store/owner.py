@@ -12,13 +12,13 @@ import uuid
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from llama_ft.checkpoint.store.object_store import (
+from llama_ft.errors import RunFailure
+from llama_ft.extensions.store.object_store import (
     OWNER_FILE,
     ObjectStore,
     store_reason,
     with_retries,
 )
-from llama_ft.errors import RunFailure
 from llama_ft.runtime import log
 
 

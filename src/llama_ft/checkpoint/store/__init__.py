@@ -1,1 +1,0 @@
-"""Checkpoints in an object store (--save_to), and on the disks of several nodes."""

@@ -1,0 +1,1 @@
+"""Checkpoints and results of a run in an object store, for --save_to and --resume URL."""
