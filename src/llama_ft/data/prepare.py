@@ -378,7 +378,7 @@ def _open_sources(
     if not name:
         return _OpenedSources(training, None, [], is_trained_on=False)
     validation = opened(name, "validation")
-    trained_on = {part.identity for part in original.parts or (original,)}
+    trained_on = {part.identity for part in original.datasets or (original,)}
     is_trained_on = validation.identity in trained_on
     return _OpenedSources(training, reshaped(validation, config), [], is_trained_on)
 
@@ -411,7 +411,7 @@ def _make_encoder(
     if request.media is not None:
         media = request.media.in_cache(cache, is_full=config.streaming)
     elif request.load_media is not None:
-        parts = [part for one in (*sources, *opened.named) for part in one.parts or (one,)]
+        parts = [part for one in (*sources, *opened.named) for part in one.datasets or (one,)]
         if any(have_media(part.first_samples) for part in parts):
             media = request.load_media(config, cache)
         no_media = f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"

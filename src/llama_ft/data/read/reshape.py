@@ -42,10 +42,10 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
         config: the settings.
         most: maximum number of samples, per part of a dataset mixture; 0 = all.
     """
-    if source.parts:
-        parts = tuple(reshaped(part, config, most) for part in source.parts)
-        identity = " ".join(part.identity for part in parts)
-        return dataclasses.replace(source, parts=parts, identity=identity)
+    if source.datasets:
+        datasets = tuple(reshaped(dataset, config, most) for dataset in source.datasets)
+        identity = " ".join(dataset.identity for dataset in datasets)
+        return dataclasses.replace(source, datasets=datasets, identity=identity)
     names = _names(source, config)
     splits_pairs = config.dataset_format == UNPAIRED
     if not names and not most and not config.repair_chats and not splits_pairs:
@@ -204,10 +204,10 @@ def _fit(columns: Collection[str]) -> bool:
     return any(name != PREFERENCE for name in fitting)
 
 
-def describe_columns(part: Source, sample_format: str, with_media: bool) -> str:
+def describe_columns(dataset: Source, sample_format: str, with_media: bool) -> str:
     """Return the format of a dataset with the columns that it reads and those that it ignores."""
-    columns = part.columns
-    original_names = {ours: theirs for theirs, ours in part.renamed.items()}
+    columns = dataset.columns
+    original_names = {ours: theirs for theirs, ours in dataset.renamed.items()}
     supported = [*FORMATS[sample_format].required, *FORMATS[sample_format].optional]
     if with_media and sample_format in MESSAGES:
         supported += MEDIA_COLUMNS
@@ -231,12 +231,12 @@ def look_at_formats(
     columns per part."""
     kinds = set[type]()
     lines = list[str]()
-    for part in source.parts or (source,):
-        sample_format = part.sample_format(format_name)
+    for dataset in source.datasets or (source,):
+        sample_format = dataset.sample_format(format_name)
         read = FORMATS[sample_format].read
-        for sample in part.first_samples:
+        for sample in dataset.first_samples:
             # Bad samples are reported later, when all samples are read.
             with suppress(BadSample, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(read(sample)))
-        lines.append(f"{part.name}: {describe_columns(part, sample_format, with_media)}")
+        lines.append(f"{dataset.name}: {describe_columns(dataset, sample_format, with_media)}")
     return kinds, lines

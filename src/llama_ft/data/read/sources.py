@@ -85,7 +85,7 @@ class Source:
         read: starts reading from the first sample.
         weight: how often each sample is used per epoch: with 2.3 twice, and three tenths of the
             samples a third time.
-        parts: the parts of a dataset mixture; empty for a single dataset.
+        datasets: those of a dataset mixture; empty for a single dataset.
         renamed: column in the data -> its name in the samples that are read.
     """
 
@@ -93,7 +93,7 @@ class Source:
     identity: str
     read: Callable[[], Samples]
     weight: float = 1.0
-    parts: tuple["Source", ...] = ()
+    datasets: tuple["Source", ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
@@ -133,13 +133,13 @@ class Source:
     def formatted_samples(
         self, format_name: str
     ) -> Iterator[tuple[str, Sample | BadSample, SampleFormat]]:
-        """Yield (place, sample, format). Samples are repeated by their weight, and parts of a
+        """Yield (place, sample, format). Samples are repeated by their weight, and datasets of a
         mixture alternate."""
-        parts = self.parts or (self,)
-        reading = [part._weighted(part.sample_format(format_name)) for part in parts]
-        # the first sample of each part, then the second of each; parts that have ended add nothing
-        for of_each_part in itertools.zip_longest(*reading, fillvalue=()):
-            yield from itertools.chain.from_iterable(of_each_part)
+        datasets = self.datasets or (self,)
+        reading = [dataset._weighted(dataset.sample_format(format_name)) for dataset in datasets]
+        # the first sample of each dataset, then the second of each; those that have ended add nothing
+        for of_each_dataset in itertools.zip_longest(*reading, fillvalue=()):
+            yield from itertools.chain.from_iterable(of_each_dataset)
 
     def _weighted(
         self, sample_format: SampleFormat
@@ -179,7 +179,7 @@ def open_source(
     """Open what `dataset` names.
 
     Args:
-        dataset: the name of one dataset, or of a split of config.dataset, or the parts of a mixture
+        dataset: the name of one dataset, or of a split of config.dataset, or the datasets of a mixture
             (`path`, and perhaps `weight` and `split`).
         split: the purpose, which selects a split of the data; it is also passed to a user's
             function.
@@ -223,15 +223,15 @@ def open_source(
         if split == "validation" and is_split_of(dataset, config.dataset):
             return opened(str(config.dataset), dataset)
         return opened(dataset, default)
-    parts = []
-    for part in dataset:
-        source = opened(part["path"], part.get("split") or default)
-        parts.append(dataclasses.replace(source, weight=part.get("weight", 1.0)))
+    sources = []
+    for entry in dataset:
+        source = opened(entry["path"], entry.get("split") or default)
+        sources.append(dataclasses.replace(source, weight=entry.get("weight", 1.0)))
     return Source(
-        name=" + ".join(source.name for source in parts),
-        identity=" ".join(f"{source.identity} x {source.weight}" for source in parts),
-        read=lambda: itertools.chain.from_iterable(source.read() for source in parts),
-        parts=tuple(parts),
+        name=" + ".join(source.name for source in sources),
+        identity=" ".join(f"{source.identity} x {source.weight}" for source in sources),
+        read=lambda: itertools.chain.from_iterable(source.read() for source in sources),
+        datasets=tuple(sources),
     )
 
 
@@ -270,7 +270,7 @@ def _split_source(name: str, split_name: str | None, streaming: bool = False) ->
     is_hub = kind_of_data(name) == "hub"
     split = split_name or _split_for_validation(splits)
     # `datasets` slices Hub datasets itself
-    split, part = (split, slice(None)) if is_hub else _sliced(split)
+    split, rows = (split, slice(None)) if is_hub else _sliced(split)
     if split == "train" and set(splits) == {""}:
         split = ""
     # a Hub split may be a slice such as train[:5%]
@@ -292,12 +292,12 @@ def _split_source(name: str, split_name: str | None, streaming: bool = False) ->
         source = _files_source(title, samples)
     else:
         source = _dataset_source(title, samples)
-    if part == slice(None):
+    if rows == slice(None):
         return source
     return dataclasses.replace(
         source,
-        identity=f"{source.identity} {part}",
-        read=lambda: itertools.islice(source.read(), part.start, part.stop),
+        identity=f"{source.identity} {rows}",
+        read=lambda: itertools.islice(source.read(), rows.start, rows.stop),
     )
 
 

@@ -133,7 +133,7 @@ def _key(tokenization: Tokenization, code: str) -> str:
         # paths of media are relative to the data files
         for each in (tokenization.source, tokenization.validation):
             if each is not None:
-                files = each.parts or (each,)
+                files = each.datasets or (each,)
                 parts += [os.path.abspath(file.name) for file in files]
     if tokenization.config.deduplicate:
         parts.append("deduplicate")

@@ -59,10 +59,10 @@ def _rows(
     """Yield the samples as the data have them, so that --columns and other settings apply. Parts of a
     mixture with different columns get the columns of their format; with different formats, their
     chats become messages."""
-    parts = source.parts or (source,)
-    formats = {part.sample_format(config.dataset_format) for part in parts}
+    datasets = source.datasets or (source,)
+    formats = {dataset.sample_format(config.dataset_format) for dataset in datasets}
     has_one_kind = len(formats) == 1
-    has_same_names = all(part.renamed == parts[0].renamed for part in parts)
+    has_same_names = all(dataset.renamed == datasets[0].renamed for dataset in datasets)
     samples = source.formatted_samples(config.dataset_format)
     for number, (place, sample, sample_format) in enumerate(samples):
         if number not in held_out or isinstance(sample, BadSample):
@@ -71,13 +71,15 @@ def _rows(
         if not has_one_kind:
             row = _as_messages(in_folder, sample_format, encoder, config)
         elif has_same_names:
-            row = _original(sample, parts[0].renamed)
+            row = _original(sample, datasets[0].renamed)
         else:
             row = dict(sample)
-        if source.parts and has_one_kind:
-            row = _without_ignored(row, sample_format, parts[0].renamed if has_same_names else {})
+        if source.datasets and has_one_kind:
+            row = _without_ignored(
+                row, sample_format, datasets[0].renamed if has_same_names else {}
+            )
         if encoder.media is not None:
-            columns = [_original_name(column, parts[0].renamed) for column in COLUMNS]
+            columns = [_original_name(column, datasets[0].renamed) for column in COLUMNS]
             row = encoder.media.with_absolute_paths(row, str(in_folder[FOLDER]), columns)
         yield _as_json(row)
 

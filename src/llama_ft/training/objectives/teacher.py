@@ -302,7 +302,7 @@ class TeacherPass(FirstPass):
         """Store the column logprobs of the samples. Return the file."""
         assert self.inputs.dataset.untokenized is not None
         source, _ = self.inputs.dataset.untokenized
-        parts = source.parts or (source,)
+        parts = source.datasets or (source,)
         if not all(LOG_PROBABILITIES in part.columns for part in parts):
             named = self._settings.teacher_file
             missing = (
@@ -341,8 +341,8 @@ class TeacherPass(FirstPass):
         total = len(_training_samples(self.inputs.dataset))
         count = 0
         logged = time.monotonic()
-        for parts in samples:
-            for indices, token_ids, log_probabilities in parts:
+        for of_sample in samples:
+            for indices, token_ids, log_probabilities in of_sample:
                 for writer in writers:
                     writer.write(indices, token_ids, log_probabilities)
                 count += len(indices)
