@@ -227,8 +227,8 @@ def held_most(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, 
     # the shards.
     parameters = nn.ParameterList()
     if optimizer is not None:
-        for group in optimizer.param_groups:
-            parameters.extend(group["params"])
+        for param_group in optimizer.param_groups:
+            parameters.extend(param_group["params"])
     if model is not None:
         parameters.extend(model.parameters())
     held = held_tensors(parameters, optimizer, {}).holders

@@ -32,10 +32,10 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
 
     def first_state(
-        self, parameter: torch.Tensor, group: dict[str, Any]
+        self, parameter: torch.Tensor, param_group: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Return all states of a parameter before its first step, as torch creates them."""
-        step = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+        step = torch.zeros((), device=parameter.device if param_group["fused"] else "cpu")
         return {
             "step": step,
             "exp_avg": torch.zeros_like(parameter),
@@ -55,10 +55,10 @@ class SGD(torch.optim.SGD):
     """torch's SGD, with the method that ShardedOptimizer also has."""
 
     def first_state(
-        self, parameter: torch.Tensor, group: dict[str, Any]
+        self, parameter: torch.Tensor, param_group: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Return all states of a parameter before its first step."""
-        if not group["momentum"]:
+        if not param_group["momentum"]:
             return {}
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
@@ -78,8 +78,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     }
     parameters = inspect.signature(optimizer_class).parameters
     options = {name: value for name, value in options.items() if name in parameters}
-    groups = parameter_groups(model, train)
-    optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=train.lr, **options)
+    param_groups = parameter_groups(model, train)
+    optimizer: torch.optim.Optimizer = optimizer_class(param_groups, lr=train.lr, **options)
     return optimizer
 
 
@@ -100,7 +100,7 @@ def parameter_groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any
             if number >= 0 and "weight_decay" in train.groups[number]:
                 is_decayed = True
             members[number, is_b, is_decayed].append(parameter)
-    groups = []
+    param_groups = []
     for number, is_b, is_decayed in product(
         range(-1, len(train.groups)), (False, True), (True, False)
     ):
@@ -109,27 +109,29 @@ def parameter_groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any
             continue
         own = train.groups[number] if number >= 0 else ParameterGroup(match="")
         decay = own.get("weight_decay", train.weight_decay) if is_decayed else 0.0
-        group: dict[str, Any] = {"params": parameters, "weight_decay": decay}
+        param_group: dict[str, Any] = {"params": parameters, "weight_decay": decay}
         if uses_loraplus or train.groups:
             ratio = rate_of(own.get("lr", "1x"), train.lr) / train.lr
-            group["lr_ratio"] = ratio * train.loraplus_lr_ratio if is_b else ratio
-        groups.append(group)
-    return groups
+            param_group["lr_ratio"] = ratio * train.loraplus_lr_ratio if is_b else ratio
+        param_groups.append(param_group)
+    return param_groups
 
 
 def _named_groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
     """Return the groups as a user's function gets them: `params` are pairs of name and parameter,
     as torch.optim.Optimizer takes them, `lr` is the peak learning rate of the group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = []
-    for group in parameter_groups(model, train):
-        named = [(names[id(parameter)], parameter) for parameter in group["params"]]
-        lr = train.lr * group.get("lr_ratio", 1.0)
-        groups.append({"params": named, "lr": lr, "weight_decay": group["weight_decay"]})
-    return groups
+    named_groups = []
+    for param_group in parameter_groups(model, train):
+        named = [(names[id(parameter)], parameter) for parameter in param_group["params"]]
+        lr = train.lr * param_group.get("lr_ratio", 1.0)
+        named_groups.append(
+            {"params": named, "lr": lr, "weight_decay": param_group["weight_decay"]}
+        )
+    return named_groups
 
 
-def _call_own(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.Optimizer:
+def _call_own(param_groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.Optimizer:
     """Return the optimizer that the function of --optimizer makes of `_named_groups`. The schedule
     multiplies the learning rate of each of its groups.
 
@@ -139,14 +141,18 @@ def _call_own(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.O
     """
     name = train.optimizer
     expected = dict[int, str]()
-    for group in groups:
-        expected |= {id(parameter): known_as for known_as, parameter in group["params"]}
-    optimizer = load_function(name)(groups)
+    for param_group in param_groups:
+        expected |= {id(parameter): known_as for known_as, parameter in param_group["params"]}
+    optimizer = load_function(name)(param_groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"--optimizer {name} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer."
         )
-    ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    ids = [
+        id(parameter)
+        for param_group in optimizer.param_groups
+        for parameter in param_group["params"]
+    ]
     missing = [known_as for number, known_as in expected.items() if number not in ids]
     if missing:
         raise UserError(
@@ -163,13 +169,13 @@ def _call_own(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.O
             f"--optimizer {name}: {type(optimizer).__name__} computes the loss several times per step, "
             "which is not supported. Return an optimizer whose step needs no closure."
         )
-    for group in optimizer.param_groups:
-        rate = float(group["lr"])
+    for param_group in optimizer.param_groups:
+        rate = float(param_group["lr"])
         if not 0 <= rate < math.inf:
             raise UserError(
                 f"--optimizer {name}: a group has lr {rate}; expected a learning rate of at least 0."
             )
-        group["lr_ratio"] = rate / train.lr
+        param_group["lr_ratio"] = rate / train.lr
     return optimizer
 
 
@@ -178,15 +184,15 @@ def check_own_optimizer(model: nn.Module, train: TrainConfig) -> None:
     parameters that have no memory. Raises the errors of `_call_own`."""
     if train.optimizer in OPTIMIZERS:
         return
-    groups = _named_groups(model, train)
+    param_groups = _named_groups(model, train)
     with FakeTensorMode():
-        for group in groups:
+        for param_group in param_groups:
             empty = [
                 (name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
-                for name, parameter in group["params"]
+                for name, parameter in param_group["params"]
             ]
-            group["params"] = empty
-        _call_own(groups, train)
+            param_group["params"] = empty
+        _call_own(param_groups, train)
 
 
 def create_states(optimizer: torch.optim.Optimizer) -> None:
@@ -201,30 +207,30 @@ def create_states(optimizer: torch.optim.Optimizer) -> None:
     first_state = getattr(optimizer, "first_state", None)
     if first_state is None:
         _step_without_gradients(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    for param_group in optimizer.param_groups:
+        for parameter in param_group["params"]:
             state = optimizer.state[parameter]
             if first_state is not None and not state and parameter.requires_grad:
-                state.update(first_state(parameter, group))
+                state.update(first_state(parameter, param_group))
 
 
 def _step_without_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Make a step of the parameters that have no states. The others do not take part."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
     without_states = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
     if not without_states:
         return
     gradients = [parameter.grad for parameter in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [param_group["lr"] for param_group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = None
     for parameter in without_states:
         parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = 0.0
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for param_group, rate in zip(optimizer.param_groups, rates, strict=True):
+        param_group["lr"] = rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 

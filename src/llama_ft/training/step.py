@@ -246,8 +246,8 @@ def clip_grad_norm(
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next step. A group of parameters may have a multiple of it."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_ratio", 1.0)
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr * param_group.get("lr_ratio", 1.0)
 
 
 def may_update(optimizer: torch.optim.Optimizer, failed: torch.Tensor | None) -> bool:

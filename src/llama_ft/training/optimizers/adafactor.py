@@ -71,9 +71,9 @@ class Adafactor(ShardedOptimizer):
         update_squares = _add_over_shards(update.square().sum(), parameter)
         update_rms = update_squares.div_(parameter.numel()).sqrt_()
         weight_rms = weight_squares.div(parameter.numel()).sqrt_()
-        lr = shard.group["lr"]
+        lr = shard.param_group["lr"]
         size = weight_rms.clamp_(min=SMALLEST_SCALE) * min(lr, shard.step**-0.5)
-        weight.mul_(1 - lr * shard.group["weight_decay"])
+        weight.mul_(1 - lr * shard.param_group["weight_decay"])
         weight.sub_(update.mul_(size / update_rms.clamp_(min=1.0)))
 
 

@@ -72,7 +72,7 @@ class AdamW8bit(ShardedOptimizer):
         from bitsandbytes.functional import optimizer_update_8bit_blockwise
 
         states = shard.states
-        beta1, beta2 = shard.group["betas"]
+        beta1, beta2 = shard.param_group["betas"]
         device = shard.weight.device
         signed, unsigned = (codes.to(device) for codes in self._codes)
         self._codes = (signed, unsigned)
@@ -93,8 +93,8 @@ class AdamW8bit(ShardedOptimizer):
             padded = rows
             if padding:
                 padded = [
-                    pad(part, (0, padding), value=filler)
-                    for part, filler in zip(rows, fillers, strict=True)
+                    pad(plain, (0, padding), value=filler)
+                    for plain, filler in zip(rows, fillers, strict=True)
                 ]
             gradient, weight, mean, square = padded
             optimizer_update_8bit_blockwise(
@@ -107,18 +107,18 @@ class AdamW8bit(ShardedOptimizer):
                 beta2=beta2,
                 beta3=0.0,  # beta3 and alpha are AdEMAMix's
                 alpha=0.0,
-                eps=shard.group["eps"],
+                eps=shard.param_group["eps"],
                 step=shard.step,
-                lr=shard.group["lr"],
+                lr=shard.param_group["lr"],
                 qmap1=signed,
                 qmap2=unsigned,
                 absmax1=absmax.view(-1),
                 absmax2=absmax_sq.view(-1),
-                weight_decay=shard.group["weight_decay"],
+                weight_decay=shard.param_group["weight_decay"],
             )
             if padding:  # the kernel has changed padded copies of weight, mean and square
-                for part, changed in zip(rows[1:], padded[1:], strict=True):
-                    part.copy_(changed[:, :width])
+                for plain, changed in zip(rows[1:], padded[1:], strict=True):
+                    plain.copy_(changed[:, :width])
 
 
 def _pieces(tensor: Tensor, rows_at_once: int) -> tuple[Tensor, ...]:
@@ -129,17 +129,17 @@ def _pieces(tensor: Tensor, rows_at_once: int) -> tuple[Tensor, ...]:
 def _update_in_32_bits(shard: ShardUpdate) -> None:
     from bitsandbytes.functional import optimizer_update_32bit
 
-    beta1, beta2 = shard.group["betas"]
+    beta1, beta2 = shard.param_group["betas"]
     optimizer_update_32bit(
         "adam",
         g=shard.gradient,
         p=shard.weight,
         state1=shard.states["exp_avg"],
         beta1=beta1,
-        eps=shard.group["eps"],
+        eps=shard.param_group["eps"],
         step=shard.step,
-        lr=shard.group["lr"],
+        lr=shard.param_group["lr"],
         state2=shard.states["exp_avg_sq"],
         beta2=beta2,
-        weight_decay=shard.group["weight_decay"],
+        weight_decay=shard.param_group["weight_decay"],
     )

@@ -109,9 +109,9 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         generator = self._generators[device]
         if weight.numel() == 0:
             return
-        lr = shard.group["lr"]
+        lr = shard.param_group["lr"]
         scalars = [
-            1 - lr * shard.group["weight_decay"],
+            1 - lr * shard.param_group["weight_decay"],
             -lr / (1 - BETA1**shard.step),
             1 - BETA2**shard.step,
         ]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from llama_ft.models.base.shards import local_shard
 
 States = dict[str, Tensor]
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 
 def zeros_for(
@@ -49,7 +49,7 @@ class ShardUpdate:
         gradient: the gradient of these rows, in the weight's dtype.
         states: the local rows of the states from `new_state`.
         step: number of this step; 1 for the first.
-        group: lr, weight_decay and the other entries of `defaults`.
+        param_group: lr, weight_decay and the other entries of `defaults`.
     """
 
     parameter: Tensor
@@ -57,7 +57,7 @@ class ShardUpdate:
     gradient: Tensor
     states: States
     step: int
-    group: Group
+    param_group: ParamGroup
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -82,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the states of a parameter before its first step, without `step`."""
         raise NotImplementedError
 
-    def first_state(self, parameter: Tensor, group: Group) -> States:
+    def first_state(self, parameter: Tensor, param_group: ParamGroup) -> States:
         """Return all states of a parameter before its first step."""
         return {"step": torch.tensor(0.0), **self.new_state(parameter)}
 
@@ -93,13 +93,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
+        for param_group in self.param_groups:
+            for parameter in param_group["params"]:
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state.update(self.first_state(parameter, group))
+                    state.update(self.first_state(parameter, param_group))
                 state["step"] += 1
                 states = {name: local_shard(value) for name, value in state.items()}
                 shard = ShardUpdate(
@@ -108,15 +108,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     gradient=local_shard(parameter.grad).contiguous(),
                     states=states,
                     step=int(states.pop("step").item()),
-                    group=group,
+                    param_group=param_group,
                 )
                 self.update(shard)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states unchanged. torch's own method would cast them to the parameter's dtype."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        saved = [
+            number for param_group in state_dict["param_groups"] for number in param_group["params"]
+        ]
+        parameters = [
+            parameter for param_group in self.param_groups for parameter in param_group["params"]
+        ]
         for number, parameter in zip(saved, parameters, strict=True):
             if number in state_dict["state"]:
                 self.state[parameter] = dict(state_dict["state"][number])
