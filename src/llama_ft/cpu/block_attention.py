@@ -135,7 +135,7 @@ def gradients_in_blocks(
         del probabilities, by_probabilities, by_scores, of_block
     by_query *= scale
     by_key *= scale
-    whole = [part[None, :, :tokens].to(query.dtype) for part in (by_query, by_key, by_value)]
+    whole = [tensor[None, :, :tokens].to(query.dtype) for tensor in (by_query, by_key, by_value)]
     return whole[0], whole[1], whole[2]
 
 
@@ -163,7 +163,7 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     all_pairs = [(block.stop - block.start) * (keys.stop - keys.start) for block, keys in ranges]
     pairs = max(all_pairs)
     longest = max(keys.stop - keys.start for _, keys in ranges)
-    added = sum(part.nbytes for part in tensors) if padded > tokens else 0
+    added = sum(tensor.nbytes for tensor in tensors) if padded > tokens else 0
     of_pairs = query.shape[1] * pairs * (4 + 4 + 2)
     of_queries = query.shape[1] * min(BLOCK, padded) * query.shape[3]
     of_keys = key.shape[1] * longest * query.shape[3]
@@ -177,7 +177,7 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
 def _padded(*parts: torch.Tensor) -> list[torch.Tensor]:
     """Return [heads, tokens, width] of [1, heads, tokens, width], with zeros at the end."""
     added = -parts[0].shape[2] % LENGTH_MULTIPLE
-    return [functional.pad(part[0], (0, 0, 0, added)) if added else part[0] for part in parts]
+    return [functional.pad(tensor[0], (0, 0, 0, added)) if added else tensor[0] for tensor in parts]
 
 
 def _together(queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -59,18 +59,18 @@ class GlooReduceScatter(_Allocating):
         async_op: bool = False,
     ) -> None:
         """Sum the tensors [ranks x n] of all ranks into this rank's part [n]."""
-        first, second, *others = self._parts(input_tensor, group)
+        first, second, *others = self._pieces(input_tensor, group)
         torch.add(first, second, out=output_tensor)
-        for part in others:
-            output_tensor += part
+        for piece in others:
+            output_tensor += piece
 
-    def _parts(
+    def _pieces(
         self, input_tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> Sequence[torch.Tensor]:
         """Return this rank's part [n] of each rank's tensor."""
         sent = input_tensor.chunk(group.size())
         own = sent[group.rank()]
-        received = [own if part is own else torch.empty_like(part) for part in sent]
+        received = [own if piece is own else torch.empty_like(piece) for piece in sent]
         _exchange(sent, received, group)
         return received
 
@@ -167,7 +167,7 @@ class SharedReduceScatter(GlooReduceScatter):
         self._memory.signal(0)  # this rank has read the block
         self._tensors = []
 
-    def _parts(
+    def _pieces(
         self, input_tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> Sequence[torch.Tensor]:
         self._memory.signal(input_tensor.nbytes)

@@ -30,7 +30,7 @@ TOLERANCE_FP32 = 1e-3
 TOLERANCE_ROUNDED = 0.05
 TOLERANCE_LOSS = 0.01  # of a sum over about fifty targets, with logits rounded to 16 bits
 # number of a sample, and some of its positions, int64 [positions]
-Part = tuple[int, torch.Tensor]
+Segment = tuple[int, torch.Tensor]
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def check_packing(
     compared: ComparedSamples = _TextSamples(built, samples, longest, device)
     if media is not None:
         compared = media.samples_to_compare(built, samples, device)
-    positions = _in_sequence(compared.parts, compared.lengths).to(device)
+    positions = _in_sequence(compared.segments, compared.lengths).to(device)
     model.eval()
     for mixer in mixers.with_kernels:
         # Mamba has other kernels for training; dropout is in a child and stays off
@@ -74,7 +74,7 @@ def check_packing(
     # that of Transformers
     mixers.config._attn_implementation = (attention or "").removeprefix("packed_") or None
     alone = []
-    for number, own_positions in compared.parts:
+    for number, own_positions in compared.segments:
         alone.append(_logits(built, compared.alone(number), own_positions.to(device)))
     mixers.config._attn_implementation = attention
     _check_values(built, alone)
@@ -106,11 +106,11 @@ class ComparedSamples(Protocol):
 
     Attributes:
         lengths: tokens of each sample.
-        parts: what is compared: number of a sample, and some of its positions, int64 [positions].
+        segments: what is compared: number of a sample, and some of its positions, int64 [positions].
     """
 
     lengths: list[int]
-    parts: list[Part]
+    segments: list[Segment]
 
     def alone(self, number: int) -> dict[str, Any]:
         """Return the arguments for one sample."""
@@ -133,22 +133,22 @@ class _TextSamples:
         self, built: BuiltModel, samples: Dataset, longest: int, device: torch.device
     ) -> None:
         self._built = built
-        self._parts = _samples_to_compare(built.model, samples, longest)
+        self._prompts = _samples_to_compare(built.model, samples, longest)
         self._device = device
-        self.lengths = [len(part) for part in self._parts]
-        self.parts: list[Part] = []
+        self.lengths = [len(prompt) for prompt in self._prompts]
+        self.segments: list[Segment] = []
         for number, length in enumerate(self.lengths):
-            self.parts.append((number, last_positions(length)))
+            self.segments.append((number, last_positions(length)))
 
     def alone(self, number: int) -> dict[str, Any]:
         """Return the arguments for one sample."""
-        input_ids = self._parts[number].unsqueeze(0).to(self._device)
+        input_ids = self._prompts[number].unsqueeze(0).to(self._device)
         mask = torch.ones_like(input_ids)
         return {"input_ids": input_ids, "use_cache": False, "attention_mask": mask}
 
     def packed(self) -> dict[str, Any]:
         """Return the arguments for all samples in one sequence."""
-        input_ids = torch.cat(self._parts).unsqueeze(0).to(self._device)
+        input_ids = torch.cat(self._prompts).unsqueeze(0).to(self._device)
         layout = packed_arguments(self._built, self.lengths, self._device)
         return {"input_ids": input_ids, "use_cache": False, **layout}
 
@@ -171,9 +171,9 @@ def _packed_logits(
 
 def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> float:
     """Return the largest mean difference of a part's logits, over their standard deviation."""
-    packed_parts = packed.split([len(logits) for logits in alone])
+    packed_segments = packed.split([len(logits) for logits in alone])
     differences = []
-    for expected, output in zip(alone, packed_parts, strict=True):
+    for expected, output in zip(alone, packed_segments, strict=True):
         difference = (output - expected).abs().mean() / expected.std()
         differences.append(difference.item())
     return max(differences)
@@ -217,7 +217,7 @@ def _samples_to_compare(
     count = min(COMPARED_SAMPLES, len(samples))
     batch = collate(samples, range(count), pad_token_id=0)
     whole = [ids for ids, _ in batch.examples()]
-    parts = [ids[:TOKENS] for ids in whole]
+    beginnings = [ids[:TOKENS] for ids in whole]
     settings = vars(model.config.get_text_config())
     spans = [value for name, value in settings.items() if SPAN.search(name)]
     # A longer sample must not change the factors of the others.
@@ -228,8 +228,8 @@ def _samples_to_compare(
         ids = torch.cat(whole)
         length = min(max(shorter) + TOKENS, longest)
         repeats = math.ceil(length / len(ids))
-        parts[0] = ids.repeat(repeats)[:length]
-    return parts
+        beginnings[0] = ids.repeat(repeats)[:length]
+    return beginnings
 
 
 def last_positions(length: int) -> torch.Tensor:
@@ -237,9 +237,9 @@ def last_positions(length: int) -> torch.Tensor:
     return torch.arange(length - min(length, TOKENS), length)
 
 
-def _in_sequence(parts: list[Part], lengths: list[int]) -> torch.Tensor:
-    """Return the positions of parts of samples in the packed sequence. `lengths`: of all samples."""
-    moved = [positions + sum(lengths[:number]) for number, positions in parts]
+def _in_sequence(segments: list[Segment], lengths: list[int]) -> torch.Tensor:
+    """Return the positions of segments of samples in the packed sequence. `lengths`: of all samples."""
+    moved = [positions + sum(lengths[:number]) for number, positions in segments]
     return torch.cat(moved)
 
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from llama_ft.data import collate
 from llama_ft.models import BuiltModel
-from llama_ft.training.check_packing import COMPARED_SAMPLES, TOKENS, Part, last_positions
+from llama_ft.training.check_packing import COMPARED_SAMPLES, TOKENS, Segment, last_positions
 from llama_ft.training.objectives.base import model_inputs
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ class ImageSamples:
         self._chosen = self._chosen[:COMPARED_SAMPLES]
         lengths = pyarrow.compute.list_value_length(first["input_ids"]).to_pylist()
         self.lengths: list[int] = [lengths[number] for number in self._chosen]
-        self.parts: list[Part] = []
+        self.segments: list[Segment] = []
         for number, length in enumerate(self.lengths):
-            self.parts.append((number, last_positions(length)))
+            self.segments.append((number, last_positions(length)))
             of_images = self._of_images(number)
             if len(of_images):
-                self.parts.append((number, of_images))
+                self.segments.append((number, of_images))
 
     def _of_images(self, number: int) -> torch.Tensor:
         """Return the first positions of a sample's images. In Gemma 3, tokens of an image see later

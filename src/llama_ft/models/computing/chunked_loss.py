@@ -298,10 +298,10 @@ class _Chunks:
         by_trained = list[torch.Tensor]()
         # without targets, once: gradients are zero then
         for start in range(0, max(1, len(targets)), self.size):
-            part = slice(start, start + self.size)
-            chunk = hidden[part].detach().requires_grad_(for_hidden)
+            rows = slice(start, start + self.size)
+            chunk = hidden[rows].detach().requires_grad_(for_hidden)
             with torch.enable_grad():
-                result = self.losses_of(chunk, targets[part])
+                result = self.losses_of(chunk, targets[rows])
             losses = result.losses
             if not has_factors:  # else the backward pass recomputes them
                 self._add_numbers(result, count - start)
@@ -311,13 +311,13 @@ class _Chunks:
             if isinstance(node, CrossEntropy._backward_cls) and not (has_factors or is_padded):
                 cast(Any, node).has_factors = False  # this node is the `ctx` of CrossEntropy
             inputs = [chunk, *self.trained] if for_hidden else self.trained
-            weights = factors[part].to(losses.dtype)
+            weights = factors[rows].to(losses.dtype)
             gradients = torch.autograd.grad(losses, inputs, weights, materialize_grads=True)
             of_chunk = list(gradients)
             # Nothing may keep a chunk's gradients longer: those of a large LM head take a gigabyte.
             del gradients
             if for_hidden:
-                by_hidden[0][part] = of_chunk.pop(0)
+                by_hidden[0][rows] = of_chunk.pop(0)
             by_trained = of_chunk if start == 0 else _add_up(by_trained, of_chunk)
         return all_losses, by_hidden + by_trained
 

@@ -300,7 +300,7 @@ class _SampleAttention(torch.autograd.Function):
         ctx.calls = _divide_into_calls(samples, together=is_efficient)
         ctx.how = (scale, window)
         ctx.is_efficient = is_efficient
-        ctx.groups = query.shape[1] // key.shape[1] if is_efficient else 1
+        ctx.query_heads_per_key = query.shape[1] // key.shape[1] if is_efficient else 1
         is_short = samples.longest <= min(
             block_attention.LONGEST, window or block_attention.LONGEST
         )
@@ -319,7 +319,7 @@ class _SampleAttention(torch.autograd.Function):
         tokens_of_calls = tuple(call.tokens for call in ctx.calls)
         parts = _samples(tokens_of_calls, query, key, value, output)
         for call, (sample, *shared, sample_output) in zip(ctx.calls, parts, strict=True):
-            repeated = [repeat_kv(part, ctx.groups) for part in shared]
+            repeated = [repeat_kv(part, ctx.query_heads_per_key) for part in shared]
             call_output, log_sums = compute([sample, *repeated], call, *ctx.how)
             sample_output.copy_(call_output)
             sums.append(log_sums)
@@ -341,12 +341,12 @@ class _SampleAttention(torch.autograd.Function):
         compute = _efficient_backward if ctx.is_efficient else _cpu_backward
         for sample, call, log_sums, of_call in zip(samples, ctx.calls, sums, targets, strict=True):
             # the keys and values among [gradient, query, key, value, output]
-            sample[2:4] = [repeat_kv(part, ctx.groups) for part in sample[2:4]]
+            sample[2:4] = [repeat_kv(part, ctx.query_heads_per_key) for part in sample[2:4]]
             parts = compute(sample, call, log_sums, *ctx.how)
             for target, part in zip(of_call, parts, strict=True):
                 if part.shape != target.shape:
                     # the sum over the query heads that share a key head
-                    part = part.unflatten(1, (-1, ctx.groups)).sum(2)
+                    part = part.unflatten(1, (-1, ctx.query_heads_per_key)).sum(2)
                 target.copy_(part)
         # none for samples, scale, window and is_efficient
         return *gradients, None, None, None, None

@@ -74,10 +74,10 @@ class PackedSamples:
         """Split samples into parts of at most `size` tokens, for chunked attention."""
         if size >= self.longest:
             return self
-        parts = []
+        chunks = []
         for length in self.lengths:
-            parts += [min(size, length - start) for start in range(0, length, size)]
-        return PackedSamples.of(parts, self.offsets.device)
+            chunks += [min(size, length - start) for start in range(0, length, size)]
+        return PackedSamples.of(chunks, self.offsets.device)
 
 
 _CURRENT: ContextVar[PackedSamples | None] = ContextVar("packed samples", default=None)
@@ -217,12 +217,12 @@ class TokenMixers:
             start = 0
             total = sum(samples.lengths)
             for number, length in enumerate(samples.lengths):
-                part = _Part(number, start, length, total)
+                own = _SampleSlice(number, start, length, total)
                 alone = None
                 if mixer in self.attention:
                     alone = PackedSamples.of([length], samples.offsets.device)
                 with samples_of(alone):
-                    outputs.append(plain(*part.of(args), **part.of(kwargs)))
+                    outputs.append(plain(*own.of(args), **own.of(kwargs)))
                 start += length
             return _joined(outputs, samples.lengths)
 
@@ -251,7 +251,7 @@ def _with_samples(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SampleSlice:
     """One sample of a packed sequence."""
 
     number: int

@@ -55,11 +55,11 @@ class HostMemory(NamedTuple):
         )
 
 
-def _cached_bytes(group: Path) -> int:
+def _cached_bytes(cgroup: Path) -> int:
     """Return the bytes of files that a control group counts as used, but that the kernel drops when
     memory is short: those that were not read for a while, as Kubernetes counts."""
     try:
-        text = (group / "memory.stat").read_text()
+        text = (cgroup / "memory.stat").read_text()
     except OSError:
         return 0
     match = re.search(r"^inactive_file (\d+)$", text, re.MULTILINE)
@@ -71,14 +71,14 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None
     without /proc."""
     try:
         meminfo = (proc / "meminfo").read_text()
-        group = (proc / "self" / "cgroup").read_text()
+        cgroup = (proc / "self" / "cgroup").read_text()
     except OSError:
         return None
     kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE))
     total = 1024 * int(kilobytes["MemTotal"])
     free = 1024 * int(kilobytes["MemAvailable"])
-    group_folder = cgroups / group.rpartition("::/")[2].strip()
-    for folder in (group_folder, *group_folder.parents):
+    cgroup_folder = cgroups / cgroup.rpartition("::/")[2].strip()
+    for folder in (cgroup_folder, *cgroup_folder.parents):
         with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
             limit = int((folder / "memory.max").read_text())
             use = int((folder / "memory.current").read_text())

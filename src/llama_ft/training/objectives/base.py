@@ -62,8 +62,8 @@ def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
             counts[name.removeprefix("count/")] = value
     means = dict[str, float]()
     for name, value in sums.items():
-        _, _, part = name.rpartition("/")  # "chosen" of "rewards/chosen"
-        divisor = counts.get(part, count)
+        _, _, suffix = name.rpartition("/")  # "chosen" of "rewards/chosen"
+        divisor = counts.get(suffix, count)
         if divisor and not name.startswith("count/"):
             means[name] = value / divisor
     if "chosen" in counts and {"rewards/chosen", "rewards/rejected"} <= means.keys():
@@ -150,8 +150,8 @@ def with_token_sums(result: LossSum, computed: TargetLosses, built: BuiltModel) 
     over its tokens. `result` may count tokens or samples."""
     logged = dict(result.logged)
     for name, value in computed.sums.items():
-        _, _, part = name.rpartition("/")  # see `logged_means`
-        logged |= {name: value, f"count/{part}": value.new_full((), computed.targets)}
+        _, _, suffix = name.rpartition("/")  # see `logged_means`
+        logged |= {name: value, f"count/{suffix}": value.new_full((), computed.targets)}
     balance = computed.router_loss
     if result.count != computed.targets:  # from a sum over tokens to one over samples
         balance = balance * (result.count / max(1, computed.targets))

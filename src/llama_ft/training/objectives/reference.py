@@ -171,7 +171,7 @@ class StoredReference:
             sums.append(scores[: len(of_samples)].cpu())
             if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                 logged = time.monotonic()
-                count = sum(len(part) for part in keys)
+                count = sum(len(batch_keys) for batch_keys in keys)
                 log.info(f"reference: {plural(count, 'example')} on this rank")
         free_unsharded(built.model)
         local = (numpy.concatenate(keys), torch.cat(sums).numpy())

@@ -108,10 +108,10 @@ class TeacherWriter:
         start = 0
         for example in examples:
             targets = targets_of(ends, example)
-            part = slice(start, start + targets.stop - targets.start)
-            stored_ids[targets] = token_ids[part]
-            stored_log_probabilities[targets] = log_probabilities[part]
-            start = part.stop
+            rows = slice(start, start + targets.stop - targets.start)
+            stored_ids[targets] = token_ids[rows]
+            stored_log_probabilities[targets] = log_probabilities[rows]
+            start = rows.stop
         if start != len(token_ids):
             raise RunFailure(f"teacher: {len(token_ids)} targets were computed; expected {start}.")
 
