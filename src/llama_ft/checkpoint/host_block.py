@@ -64,7 +64,6 @@ def page_aligned(nbytes: int) -> torch.Tensor:
 
 
 def _cuda_runtime() -> Any:
-    """Return torch's binding of CUDA's runtime."""
     return torch.cuda.cudart()
 
 

@@ -176,13 +176,11 @@ def _outputs(values: Mapping[str, Any]) -> list[Check]:
 
 
 def _datasets(values: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a mixture, or the only dataset."""
     dataset = values["dataset"]
     return [part["path"] for part in dataset] if isinstance(dataset, list) else [dataset]
 
 
 def _named_validation(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the validation sets that have names."""
     return values["validation"] if isinstance(values["validation"], dict) else {}
 
 

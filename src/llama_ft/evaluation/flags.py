@@ -165,7 +165,6 @@ def _model_to_evaluate(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
 
 
 def _selection(settings: DataConfig) -> list[Any]:
-    """Return the settings that select a run's validation set."""
     return [getattr(settings, name) for name in SAMPLES]
 
 

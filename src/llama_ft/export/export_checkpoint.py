@@ -509,7 +509,6 @@ def _check_untied(
 
 
 def _common_end(names: tuple[str, ...]) -> str:
-    """Return the last parts that the names have in common."""
     parts = [name.split(".")[::-1] for name in names]
     common = takewhile(lambda several: len(set(several)) == 1, zip(*parts, strict=False))
     return ".".join([several[0] for several in common][::-1])

@@ -414,7 +414,6 @@ def print_part(text: str) -> None:
 
 
 def _read() -> str | None:
-    """Return the next line, or None at the end of the input."""
     with suppress(EOFError):
         return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
     return None

@@ -273,7 +273,6 @@ def _without_values(batch: Batch, config: Config, device: str) -> list[torch.Ten
 
 
 def _step_of(batch: Batch, config: Config) -> StepBatches:
-    """Return a step of equal micro-batches."""
     count = min(config.train.gradient_accumulation_steps, PLANNED_MICRO_BATCHES)
     return StepBatches(batches=[batch] * count, target_tokens=1, samples=1)
 

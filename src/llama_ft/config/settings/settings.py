@@ -534,7 +534,6 @@ def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the types of a union; of any other annotation, itself."""
     is_union = get_origin(annotation) in (Union, types.UnionType)
     return get_args(annotation) if is_union else (annotation,)
 

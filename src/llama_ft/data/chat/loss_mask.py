@@ -428,7 +428,6 @@ def _refuse_dropped(index: int, message: Message, written: str) -> None:
 
 
 def _dropped(what: str, also: str = "") -> BadSample:
-    """Return the error for a part of a chat that the template does not write."""
     return BadSample(
         f"the chat template drops {what}; use one that keeps it (--chat_template){also}."
     )

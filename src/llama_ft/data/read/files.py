@@ -99,7 +99,6 @@ def numbered(
 
 
 def _holds_json(kind: pyarrow.DataType) -> bool:
-    """Return whether a type is arrow.json, or has it inside."""
     inner = [kind.field(number).type for number in range(kind.num_fields)]
     return isinstance(kind, pyarrow.JsonType) or any(map(_holds_json, inner))
 
@@ -150,7 +149,6 @@ def _opened(name: str) -> Iterator[io.BufferedReader]:
 
 
 def _opened_bytes(name: str) -> Any:
-    """Open a file or URL as it is."""
     if is_url(name):
         return fsspec.open(name, "rb").open()
     return open(name, "rb")

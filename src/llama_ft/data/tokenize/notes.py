@@ -106,7 +106,6 @@ def _of_message(message: Mapping[str, Any], template: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=256)
 def _uses(template: str, key: str) -> bool:
-    """Return whether a template names a key of a message."""
     return re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 

@@ -104,7 +104,6 @@ def _small_product(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor
 
 
 def _is_as_stored(factor: torch.Tensor) -> bool:
-    """Return whether small products are computed in their own dtype."""
     return factor.dtype == torch.float32 or current_target().is_cuda
 
 

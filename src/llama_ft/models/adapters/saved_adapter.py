@@ -117,7 +117,6 @@ def left_out(file: Path, copies: Mapping[str, str]) -> str:
 
 
 def _are_equal(source: WeightSource, key: str, base: WeightSource, name: str) -> bool:
-    """Return whether two tensors of the same shape are equal in the dtype of the first."""
     pairs = zip(blocks(source, key), blocks(base, name), strict=True)
     return all(torch.equal(saved, own.to(saved.dtype)) for saved, own in pairs)
 
