@@ -284,6 +284,8 @@ def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _makes_mask(tensors: list[torch.Tensor]) -> bool:
     """Return whether an operator makes an attention mask of positions: [tokens, 1] and [1, tokens]."""
+    if any(tensor.dtype not in (torch.bool, torch.int64) for tensor in tensors):
+        return False  # such as of rotary frequencies
     try:
         numel = math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
     except RuntimeError:  # of other shapes
