@@ -243,13 +243,13 @@ def train(
             metrics = run.end_step(outcome, lr)
             # Add your own here: metrics["my/number"] = ...
             # A tensor of one number is read later, so that the GPU does not wait for it.
-            read = run.read_losses(outcome)  # ends the run if not finite
+            finished_steps = run.read_losses(outcome)  # ends the run if not finite
             is_best = False
             if outcome.evaluation:
                 metrics |= run.evaluate(objective, outcome)
                 if "eval/loss" in metrics:  # a signal abandons an evaluation
                     is_best = state.best.update(metrics, step.step)
-            run.log_steps(read)
+            run.log_steps(finished_steps)
             if outcome.answers:
                 run.show_answers(f"after step {step.step}", outcome)
             if run.save_is_due(outcome, is_best):

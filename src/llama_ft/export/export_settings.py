@@ -134,13 +134,13 @@ def _write_stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None
     """Make `generate` stop at the token that ends a message in the chat template. It may differ
     from the token at which the base model stops."""
     file = folder / "generation_config.json"
-    read = file if file.exists() else folder / "config.json"
+    source = file if file.exists() else folder / "config.json"
     try:
-        settings = json.loads(read.read_text())
+        settings = json.loads(source.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{read.name}: {reason(error)}") from error
+        raise ValueError(f"{source.name}: {reason(error)}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{read.name}: expected settings by name")
+        raise ValueError(f"{source.name}: expected settings by name")
     known = settings.get("eos_token_id")
     if isinstance(known, list):
         ids = known
@@ -322,14 +322,14 @@ def _leaves(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, settings
 
 
-def _differences(expected: Settings, read: Settings) -> list[str]:
+def _differences(expected: Settings, actual_settings: Settings) -> list[str]:
     """Return the names of settings that a file does not give back."""
     ignored = (*PRIVATE_SETTINGS, "transformers_version")
     different = []
     for name, value in expected.items():
         if name in ignored:
             continue
-        actual = read.get(name, ABSENT)
+        actual = actual_settings.get(name, ABSENT)
         if isinstance(value, dict) and isinstance(actual, dict):
             different += [f"{name}.{within}" for within in _differences(value, actual)]
         elif value != actual:

@@ -119,7 +119,7 @@ class _Clock:
     """When the block began, in CPU time of the main thread, and the last size of the process."""
 
     started = 0.0
-    read = -1.0
+    read_at = -1.0
     process = 0
     address_space = 0
 
@@ -135,9 +135,9 @@ def _check_time(_number: int, _frame: FrameType | None) -> None:
 
 def _recent_address_space() -> int:
     now = time.monotonic()
-    if now - _clock.read > 0.1 or _clock.process != os.getpid():
+    if now - _clock.read_at > 0.1 or _clock.process != os.getpid():
         _clock.address_space = _address_space()
-        _clock.read = now
+        _clock.read_at = now
         _clock.process = os.getpid()
     return _clock.address_space
 

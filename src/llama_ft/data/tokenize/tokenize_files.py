@@ -145,12 +145,12 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         try:
             if isinstance(sample, BadSample):
                 raise sample
-            read = sample if encoder.media is None else located(sample, place)
+            located_sample = sample if encoder.media is None else located(sample, place)
             try:
-                tokenized[number] = [examples_of(read, sample_format, encoder)]
+                tokenized[number] = [examples_of(located_sample, sample_format, encoder)]
             except ChatDiffers as chat:
                 tokenized[number] = _of_each_response(
-                    chat, read, sample_format, encoder, examples_of
+                    chat, located_sample, sample_format, encoder, examples_of
                 )
                 splits[number] = f"{place}: {chat.reason}"
                 samples[number]["whole"] = encoder.text_tokens(chat.text)
@@ -167,7 +167,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
             desirable[number] = is_desirable(sample)
         examples = list(itertools.chain.from_iterable(tokenized[number]))
         media = [one.media for one in examples if isinstance(one, MediaExample)]
-        said = encoder.with_media(read, sample_format) if media else sample
+        said = encoder.with_media(located_sample, sample_format) if media else sample
         checksums = b"".join(map(checksums_of, media))
         samples[number]["content"] = content_hash(said, sample_format, checksums)
         samples[number]["encoded"] = _encoded_hash(tokenized[number], desirable.get(number))

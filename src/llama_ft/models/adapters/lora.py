@@ -128,11 +128,11 @@ def _exclude_towers(built: BuiltModel, settings: Any, ends: Sequence[str]) -> No
 def _target_all_linear(model: PreTrainedModel, settings: Any) -> None:
     """Exclude layers that cannot have an adapter from PEFT's "all-linear", and add stacked experts,
     which it covers for some architectures only."""
-    read = read_linears(model)
+    uncalled = read_linears(model)
     excluded = [
         name
         for name, module in model.named_modules()
-        if module in read or not _takes_adapter(model, settings, name, module)
+        if module in uncalled or not _takes_adapter(model, settings, name, module)
     ]
     setting = settings.exclude_modules or ()  # in peft.options
     if isinstance(setting, str):
