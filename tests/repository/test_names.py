@@ -12,12 +12,15 @@ NOT_NOUNS = {"asked", "found", "kept", "made", "wanted"}
 UNDONE = (
     "checkpoint/store",
     "extensions/check",
+    "extensions/serving",
     "extensions/store",
     "export/weights.py",
+    "libraries",
     "models/build.py",
     "models/built.py",
     "models/published",
     "models/quantization",
+    "models/base/replaced_functions.py",
     "models/weights",
 )
 
