@@ -314,7 +314,7 @@ class Exporter:
         tensors = {key: self.trained.tensors[name] for key, name in names.items()}
         weights = SavedWeights(tensors, export.stored_rows(self.trained, names), save_dtype)
         with written_aside(folder) as aside:
-            export.write_adapter(aside, self.adapter, weights, self.tokenizer)
+            export.write_adapter(aside, self.adapter, weights, self.tokenizer, self.base)
             self._write_card(aside)
             finish(aside)
 

@@ -40,7 +40,8 @@ Settings = dict[str, Any]  # of a JSON file
 # Copied from the base model's directory. The processor reads images for the parts that are not
 # fine-tuned.
 LEGACY_TEMPLATE = "chat_template.json"
-COPIED = ("generation_config.json", "*processor_config.json", LEGACY_TEMPLATE)
+GENERATION_CONFIG = "generation_config.json"
+COPIED = (GENERATION_CONFIG, "*processor_config.json", LEGACY_TEMPLATE)
 SENTENCEPIECE = "tokenizer.model"
 # Copied, too, if they are small and hold no secret.
 COPIED_TEXTS = ("LICEN[CS]E*", "COPYING*", "*NOTICE*", "*POLICY*")
@@ -115,7 +116,24 @@ def write_model_settings(
         if not (file.name == LEGACY_TEMPLATE and (folder / "additional_chat_templates").exists()):
             shutil.copy(file, folder / file.name)
     _set_legacy_template(folder / LEGACY_TEMPLATE, tokenizer.chat_template)
-    _write_stop_tokens(folder, tokenizer)
+    _write_stop_tokens(folder, tokenizer, folder)
+
+
+def write_adapter_settings(folder: Path, tokenizer: PreTrainedTokenizerBase, source: Path) -> None:
+    """Write the files of an adapter other than its weights and settings: the tokenizer, and the
+    generation config, which a server takes in place of the base model's.
+
+    Args:
+        folder: directory of the adapter.
+        tokenizer: with the chat template of the run.
+        source: directory of the base model.
+    """
+    write_tokenizer(folder, tokenizer)
+    file = source / GENERATION_CONFIG
+    if file.is_file():
+        shutil.copy(file, folder / file.name)
+    if (source / "config.json").is_file():
+        _write_stop_tokens(folder, tokenizer, source)
 
 
 def _write_json(file: Path, settings: Settings) -> None:
@@ -130,11 +148,11 @@ def _set_legacy_template(file: Path, template: Any) -> None:
             _write_json(file, settings | {"chat_template": template})
 
 
-def _write_stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def _write_stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, model: Path) -> None:
     """Make `generate` stop at the token that ends a message in the chat template. It may differ
-    from the token at which the base model stops."""
-    file = folder / "generation_config.json"
-    source = file if file.exists() else folder / "config.json"
+    from the token at which the base model stops. `model`: the directory of config.json."""
+    file = folder / GENERATION_CONFIG
+    source = file if file.exists() else model / "config.json"
     try:
         settings = json.loads(source.read_text())
     except (ValueError, RecursionError) as error:

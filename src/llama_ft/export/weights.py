@@ -30,7 +30,7 @@ from llama_ft.config.paths import (
 )
 from llama_ft.config.settings.settings import SETTINGS
 from llama_ft.errors import RunFailure, plural
-from llama_ft.export.export_settings import matches, write_model_settings, write_tokenizer
+from llama_ft.export.export_settings import matches, write_adapter_settings, write_model_settings
 from llama_ft.masking import mask_secrets
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters.names import ADAPTER_WEIGHTS
@@ -275,7 +275,7 @@ def export_adapter(
     weights = SavedWeights(tensors, _gathered(tensors, ranks, set()), dtype)
 
     def write(aside: Path) -> None:
-        write_adapter(aside, adapter, weights, tokenizer)
+        write_adapter(aside, adapter, weights, tokenizer, built.folder)
         write_card(aside)
 
     _write_from_ranks(folder, weights, write, ranks)
@@ -360,15 +360,20 @@ def written_aside(folder: Path, advice: str = "") -> Iterator[Path]:
 
 
 def write_adapter(
-    folder: Path, adapter: Adapter, weights: SavedWeights, tokenizer: PreTrainedTokenizerBase
+    folder: Path,
+    adapter: Adapter,
+    weights: SavedWeights,
+    tokenizer: PreTrainedTokenizerBase,
+    base: Path,
 ) -> None:
-    """Write a PEFT directory with the tokenizer.
+    """Write a PEFT directory with the tokenizer and the generation config.
 
     Args:
         folder: an existing, empty directory.
         adapter: its config becomes adapter_config.json.
         weights: of the adapter, with PEFT's names.
         tokenizer: with the chat template of the run.
+        base: directory of the base model.
     """
     weights.write_file(folder / ADAPTER_WEIGHTS, range(len(weights.groups)))
     settings = copy.deepcopy(adapter.config)
@@ -378,7 +383,7 @@ def write_adapter(
         if isinstance(value, set):
             vars(settings)[name] = sorted(value)
     settings.save_pretrained(str(folder))
-    write_tokenizer(folder, tokenizer)
+    write_adapter_settings(folder, tokenizer, base)
 
 
 def copy_adapter(folder: Path, target: Path, base_model: str, finish: Finish) -> None:

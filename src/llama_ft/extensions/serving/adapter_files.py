@@ -66,12 +66,14 @@ class BaseFiles:
         config: of config.json.
         names: of the tensors in its files; empty without weights.
         template: its own chat template.
+        stops: the tokens at which it ends.
     """
 
     name: str
     config: Mapping[str, Any]
     names: frozenset[str]
     template: Any = None
+    stops: Any = None
 
     @property
     def architecture(self) -> str:
@@ -113,7 +115,14 @@ def read_adapter(folder: Path) -> SavedAdapter:
 def read_base(folder: Path, name: str) -> BaseFiles:
     """Read the config and the names of a base model. `name`: the user's name for it."""
     config = read_json(folder / "config.json")
-    return BaseFiles(portable(name), config, frozenset(stored_names(folder)), read_template(folder))
+    generation = read_json(folder / "generation_config.json") or config
+    return BaseFiles(
+        portable(name),
+        config,
+        frozenset(stored_names(folder)),
+        read_template(folder),
+        generation.get("eos_token_id"),
+    )
 
 
 def stored_names(folder: Path) -> set[str]:

@@ -30,6 +30,7 @@ from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG
 from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, PEFT_PREFIX
 
 TEMPLATE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,9 @@ def serve_line(verdict: Verdict, folder: Path, base: BaseFiles, out: Path) -> st
     template = read_template(folder)
     if template and template != base.template and (folder / TEMPLATE).is_file():
         command += ["--chat-template", str(out / TEMPLATE)]
+    stops = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
+    if stops and stops != base.stops and command[0] == "vllm":
+        command += ["--generation-config", str(out)]
     return shlex.join(command)
 
 
