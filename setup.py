@@ -15,7 +15,7 @@ COPIED = ("recipes", "configs")
 # end.
 REQUIREMENTS = [
     "torch>=2.11,<2.16",
-    "transformers>=5.23,<5.24",
+    "transformers>=5.23,<5.26",
     "peft>=0.21,<0.22",
     "bitsandbytes>=0.50,<0.51",
     "datasets>=5.2,<6",

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from llama_ft import checkpoint, data, models, observe, runtime, training
 from llama_ft.config import Config, differences, parse_duration
 from llama_ft.errors import RunFailure, UserError
+from llama_ft.libraries.versions import untested_versions
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
 from llama_ft.plan.types import Recipe
@@ -153,6 +154,8 @@ def start_run(
         checkpoint.removed_if_unused(ranks),
     ):
         runtime.set_quiet(config.tracking.quiet)
+        if untested := untested_versions():
+            log.warning(untested)
         remote = checkpoint.open_remote(config.checkpoint, ranks)
         resumed = checkpoint.find_checkpoint(config.checkpoint, ranks, remote)
         config = checkpoint.resolve_precision(config, origins, ranks, resumed)

@@ -142,6 +142,25 @@ def test_one_graph_trains_on_all_packed_sequences_and_one_evaluates(
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+def test_more_graphs_than_kinds_of_layers_explain_are_reported_once(
+    varlen_on_the_cpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As if a version of Transformers named the arguments of its layers otherwise."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("llama_ft.models.computing.compiled.VARYING_DIMENSIONS", ())
+    built = llama("off")
+    compile_layers(built, backend="eager")
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False), torch.no_grad():
+        for tokens in range(8, 17):
+            forward(built, [tokens])
+            reports = [line for line in caplog.messages if "graphs were made" in line]
+            assert len(reports) == (tokens == 16), tokens
+    assert "9 graphs were made for 1 kind of layers, at most 8 are expected" in reports[0]
+    torch.compiler.config.dynamic_sources = ""
+
+
 def test_switching_the_adapter_off_and_on_compiles_one_more_graph(varlen_on_the_cpu: None) -> None:
     """The reference of DPO is the model with its adapter off."""
     torch._dynamo.reset()

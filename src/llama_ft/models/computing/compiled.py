@@ -1,12 +1,14 @@
 """Fused kernels for decoder layers: graphs of torch.compile, Liger's kernels, or an RMSNorm: torch's
 on CUDA, ours on the CPU."""
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -14,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llama_ft.config import ModelConfig, TrainConfig
 from llama_ft.cpu.rms_norm import rms_norm
-from llama_ft.errors import UserError, reason
+from llama_ft.errors import UserError, plural, reason
 from llama_ft.libraries.evidence import VARYING_DIMENSIONS, has_cache
 from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.replaced import replace_method
@@ -45,10 +47,10 @@ def compile_layers(built: BuiltModel, backend: str = "inductor") -> None:
     # graph.
     torch._dynamo.config.recompile_limit = 32
     torch.compiler.config.dynamic_sources = ",".join(VARYING_DIMENSIONS)
-    compiled = torch.compile(_forward, backend=backend)
     layers = decoder_layers(model)
+    graphs = _Graphs(torch.compile(_forward, backend=backend), kinds=_count_kinds(model, layers))
     for layer in layers:
-        replace_method(layer, "forward", partial(_forward_or_graph, layer, compiled))
+        replace_method(layer, "forward", partial(_forward_or_graph, layer, graphs))
     log.info(f"{len(layers)} decoder layers will be compiled at the first step.")
 
 
@@ -58,13 +60,42 @@ def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
     return type(layer).forward(layer, *args, **keywords)
 
 
-def _forward_or_graph(
-    layer: nn.Module,
-    compiled: Any,
-    *args: Any,
-    **keywords: Any,
-) -> Any:
-    run = _forward if has_cache(keywords) else compiled
+class _Graphs:
+    """The compiled forward of all layers, which warns once if it makes more graphs than it should:
+    each takes as long as the first step. Arguments that a new version of Transformers renames are no
+    longer found in VARYING_DIMENSIONS, for example."""
+
+    def __init__(self, compiled: Any, kinds: int) -> None:
+        self._compiled = compiled
+        self._kinds = kinds
+        # {training, evaluation} x {adapter on, off}, and inputs that need no gradient
+        self._expected = 4 * kinds + 4
+        self._made = 0
+
+    def __call__(self, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+        before = counters["stats"]["unique_graphs"]
+        output = self._compiled(layer, *args, **keywords)
+        self._made += counters["stats"]["unique_graphs"] - before
+        if self._made > self._expected:
+            log.warning(
+                f"--compile: {self._made} graphs were made for {plural(self._kinds, 'kind')} of layers, at most "
+                f"{self._expected} are expected, and each takes time. TORCH_LOGS=recompiles logs the reasons."
+            )
+            self._expected = sys.maxsize
+        return output
+
+
+def _count_kinds(model: PreTrainedModel, layers: list[nn.Module]) -> int:
+    """Return how many kinds of layers there are: of different modules, or of different attention."""
+    names = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    kinds = set()
+    for name, layer in zip(names, layers, strict=False):
+        kinds.add((name, *map(type, layer.modules())))
+    return len(kinds)
+
+
+def _forward_or_graph(layer: nn.Module, graphs: _Graphs, *args: Any, **keywords: Any) -> Any:
+    run = _forward if has_cache(keywords) else graphs
     return run(layer, *args, **keywords)
 
 
