@@ -18,6 +18,7 @@ NAMES = (
     "check",
     "images",
     "report",
+    "scores",
     "serving",
     "store",
 )  # in the order of their parts in a run
@@ -38,6 +39,8 @@ class Extension:
             addition to text. One extension has it.
         remote_run: `module:Class` of a `RemoteRun`, see checkpoint/remote.py. A run has one at most.
         needs_remote_run: tells from the `CheckpointConfig` whether the run has this one.
+        scores: `module:Class` of `Scores`, see training/evaluation.py.
+        needs_scores: tells from the `TrainConfig` whether evaluations have them.
         trial: `module:function` of the flags of recipes/check.py, which calls it on each rank: what
             it tries, or None if no flag asks for it.
         tools: tool of recipes/, such as check -> its flags and what they do.
@@ -51,6 +54,8 @@ class Extension:
     media: str | None = None
     remote_run: str | None = None
     needs_remote_run: Callable[[Any], bool] = lambda settings: False
+    scores: str | None = None
+    needs_scores: Callable[[Any], bool] = lambda settings: False
     trial: str | None = None
     tools: Mapping[str, "ToolFlags"] = field(default_factory=dict)
     verbs: Mapping[str, "Verb"] = field(default_factory=dict)
@@ -145,6 +150,14 @@ def remote_run(settings: Any) -> Callable[[Any, Any], Any] | None:
     for extension in extensions():
         if extension.remote_run is not None and extension.needs_remote_run(settings):
             return resolve_name(extension.remote_run)
+    return None
+
+
+def scores(settings: Any) -> Callable[[Any, Any, Any], Any] | None:
+    """Return the class of the scores of evaluations with this `TrainConfig`, if they have some."""
+    for extension in extensions():
+        if extension.scores is not None and extension.needs_scores(settings):
+            return resolve_name(extension.scores)
     return None
 
 

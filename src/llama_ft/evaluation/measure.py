@@ -123,7 +123,7 @@ def measure_loss(
     objective = training.build_objective(Config())
     max_batches = config.train.max_eval_step
     # before the loss: a wrong function ends the program early
-    answers = training.AnswerScores(config.train, sets, opened.tokenizer)
+    answers = training.open_scores(config.train, sets, opened.tokenizer)
     sums = {
         name: training.loss_sums(built, objective, samples, layout, max_batches, ranks)
         for name, samples in sets.items()

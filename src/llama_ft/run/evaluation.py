@@ -35,7 +35,7 @@ class Evaluation:
         self,
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[SamplePrompt],
-        scores: training.AnswerScores,
+        scores: training.Scores,
     ) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts

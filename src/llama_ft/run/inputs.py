@@ -137,7 +137,7 @@ def resolve_inputs(
         check_export(base.config, base.tokenizer, base.folder)
     description = _describe_inputs(setup, base, new_tokens, dataset)
     check_same_run(setup.resumed, config, description, setup.origins)
-    scores = training.AnswerScores(config.train, dataset.validations, base.tokenizer)
+    scores = training.open_scores(config.train, dataset.validations, base.tokenizer)
     objective.prepare_model(base.config, base.tokenizer, vocabulary)
     pad = data.pad_token_id(base.tokenizer, vocabulary)
     context_length = models.resolve_context_length(config.data.context_length, base.config)

@@ -15,7 +15,6 @@ from llama_ft.plan.spare_memory import use_spare_memory
 from llama_ft.run import result
 from llama_ft.run.inputs import RunInputs
 from llama_ft.run.parts import Part
-from llama_ft.run.parts.final_tasks import FinalTasks
 from llama_ft.run.parts.save_requests import SaveRequests
 from llama_ft.run.parts.slow_ranks import SlowRanks
 from llama_ft.run.parts.snapshots import MemorySnapshot
@@ -47,8 +46,6 @@ def run_parts(setup: Setup, inputs: RunInputs) -> list[Part]:
     parts += [make_part(setup, inputs) for make_part in door.parts(config)]
     if config.checkpoint.save_model:
         parts.append(TrackedModel())
-    if config.train.eval_tasks:
-        parts.append(FinalTasks(config.train, inputs.tokenizer, ranks))
     return parts
 
 

@@ -5,11 +5,13 @@ from llama_ft.training.advice import advice
 from llama_ft.training.check_packing import check_packing
 from llama_ft.training.evaluation import (
     SamplePrompt,
+    Scores,
     answer_prompts,
     check_sample_prompts,
     evaluation_metrics,
     log_answers,
     loss_sums,
+    open_scores,
     sample_prompts,
 )
 from llama_ft.training.objectives import build_objective, resolve_format
@@ -28,7 +30,6 @@ from llama_ft.training.optimizer import (
     learning_rate,
     warmup_steps,
 )
-from llama_ft.training.scoring import AnswerScores
 from llama_ft.training.step import (
     LoopState,
     PendingMetrics,

@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft import door
 from llama_ft.config import TrainConfig
 from llama_ft.data import (
     BatchLayout,
@@ -70,6 +71,40 @@ class SetScore:
     total: float
     count: int
     samples: list[dict[str, Any]]
+
+
+class Scores:
+    """Scores of generated answers to validation sets. This class has none, as a run without --score;
+    an extension has a subclass.
+
+    Args:
+        settings: score, score_tokens, score_samples and score_batch_size.
+        sets: the validation sets by name.
+        tokenizer: of the run.
+    """
+
+    def __init__(
+        self, settings: TrainConfig, sets: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        pass
+
+    def score(
+        self, model: PreTrainedModel, layout: BatchLayout, ranks: Ranks
+    ) -> dict[str, SetScore]:
+        """Answer all questions, and return the scores by the name of the set. All ranks call it."""
+        return {}  # also for reward models, which cannot generate
+
+
+def open_scores(
+    settings: TrainConfig, sets: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase
+) -> Scores:
+    """Return what scores answers to these validation sets; see `Scores`.
+
+    Raises:
+        UserError: the samples do not fit the settings.
+    """
+    scores: Scores = (door.scores(settings) or Scores)(settings, sets, tokenizer)
+    return scores
 
 
 @dataclass(frozen=True)

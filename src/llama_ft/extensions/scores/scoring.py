@@ -26,7 +26,7 @@ from llama_ft.data.media import MediaPrompt
 from llama_ft.data.read.media import PATHS
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks
-from llama_ft.training.evaluation import SetScore, generate_batch, longest_answer
+from llama_ft.training.evaluation import Scores, SetScore, generate_batch, longest_answer
 from llama_ft.user_function import load_function
 
 FEWEST_PROMPT_TOKENS = 2  # a text has no prompt, but its first token may not be in the loss
@@ -81,9 +81,8 @@ SCORES: dict[str, Callable[[str, str, str], Any]] = {
 }
 
 
-class AnswerScores:
-    """Generates answers to validation sets and scores them by `--score`; without it, there are no
-    questions.
+class AnswerScores(Scores):
+    """Generates answers to validation sets and scores them by `--score`.
 
     Args:
         settings: score, score_tokens, score_samples and score_batch_size.
@@ -101,13 +100,12 @@ class AnswerScores:
         sets: Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self._name = settings.score or ""
+        super().__init__(settings, sets, tokenizer)
+        self._name = str(settings.score)
         self._tokens = settings.score_tokens
         self._batch_size = settings.score_batch_size
         self._tokenizer = tokenizer
         self._questions = dict[str, list[Question]]()
-        if not self._name:
-            return
         self._function = SCORES.get(self._name) or load_function(self._name)
         for name, samples in sets.items():
             questions = find_questions(samples, tokenizer, settings.score_samples)
@@ -137,8 +135,6 @@ class AnswerScores:
             Stopped: a signal has asked to stop.
             UserError: the function raises an error or returns no number.
         """
-        if not self._questions:
-            return {}  # also for reward models, which cannot generate
         before = model.generation_config
         known = before.eos_token_id
         if known is None:

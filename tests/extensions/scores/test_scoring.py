@@ -15,7 +15,13 @@ from transformers import AutoTokenizer
 from llama_ft.config import DataConfig, TrainConfig
 from llama_ft.data import DataRequest, prepare
 from llama_ft.errors import UserError
-from llama_ft.training.scoring import AnswerScores, contains, exact, find_questions, same_json
+from llama_ft.extensions.scores.scoring import (
+    AnswerScores,
+    contains,
+    exact,
+    find_questions,
+    same_json,
+)
 
 EVALUATE = REPOSITORY / "tests" / "evaluate_cases.py"
 OWN = '''

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from transformers import PreTrainedTokenizerBase
-
-from llama_ft.config import TrainConfig
 from llama_ft.evaluation.flags import EvaluateFlags
 from llama_ft.evaluation.measure import find_tasks, run_tasks
 from llama_ft.evaluation.results import Evaluated, describe, write_json
 from llama_ft.processes import replace_text
-from llama_ft.run.parts.part import Part
-from llama_ft.runtime import Ranks, log
+from llama_ft.run import Part
+from llama_ft.runtime import log
 
 if TYPE_CHECKING:
+    from llama_ft.run.inputs import RunInputs
+    from llama_ft.run.setup import Setup
     from llama_ft.run.training_run import TrainingRun
 
 RESULTS = "tasks.json"  # in the directory of the run; in the form of evaluate.py --output
 
 
 class FinalTasks(Part):
-    """Asks the final model the questions of --eval_tasks.
-
-    Args:
-        settings: eval_tasks, which names at least one, and eval_tasks_limit.
-        tokenizer: of the run.
-        ranks: the ranks. All of them create it together.
+    """Asks the final model the questions of --eval_tasks. All ranks create it together.
 
     Raises:
         UserError: lm_eval is not installed, or a task cannot be loaded.
     """
 
-    def __init__(
-        self, settings: TrainConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
-    ) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, setup: Setup, inputs: RunInputs) -> None:
+        settings = inputs.config.train
+        self._tokenizer = inputs.tokenizer
         self._flags = EvaluateFlags(tasks=settings.eval_tasks, limit=settings.eval_tasks_limit)
-        self._tasks: Any = find_tasks(settings.eval_tasks, ranks, "--eval_tasks")
+        self._tasks: Any = find_tasks(settings.eval_tasks, setup.ranks, "--eval_tasks")
 
     def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
         """Evaluate the final model, log a table, and write it into the directory of the run."""

@@ -1,0 +1,1 @@
+"""Scores of generated answers, for --score and --eval_tasks."""
