@@ -101,18 +101,10 @@ def build_model(
     quantization = models.choose_quantization(
         config.quantization, request.model_config, request.has_frozen_base
     )
-    built = models.build_on_meta(
-        request.model_config,
-        config.model,
-        request.new_tokens,
-        request.folder,
-        models.needs_image_parts(request),
-    )
+    built = models.build_requested(request)
     model = built.model
-    if built.image_parts:
-        report(models.choose_trained_parts(built, config.model))
-    if built.left_out.modules:
-        report(models.describe_left_out(built))
+    if parts := models.describe_towers(built):  # of a model that takes more than text
+        report(parts)
     if quantization is not None:
         log.info(models.quantize_linears(built, quantization))
     models.fuse_layers(model, config.model, config.train)

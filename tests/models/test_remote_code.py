@@ -85,7 +85,7 @@ def test_code_named_in_any_file_does_not_run(
     ran = add_code(folder)
     config = load_model_config(folder, False)
     model = ModelConfig(model_name=str(folder))
-    built = build_on_meta(config, model, folder=folder, with_images=True)
+    built = build_on_meta(config, model, folder=folder, with_towers=True)
     assert type(built.model).__name__ == "Qwen2_5_VLForConditionalGeneration"
     tokenizer = load_tokenizer(folder, False)
     assert tokenizer("abc").input_ids == plain("abc").input_ids

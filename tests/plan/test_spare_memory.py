@@ -131,7 +131,7 @@ def test_without_a_plan_models_with_other_large_tensors_get_no_spare_memory(
         elif change == "a convolution":
             built.model.add_module("conv", torch.nn.Conv1d(8, 8, 4))
         else:
-            built.image_parts = ["tower"]
+            built.towers = ["tower"]
         assert math.isinf(most_bytes_added(built, config, None)), change
         use(built, folder, None)
     assert uses == []

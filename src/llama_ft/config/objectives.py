@@ -258,6 +258,13 @@ def first_pass_of(s: Any) -> PassEntry | None:
     return entry if entry is not None and entry.is_needed(s) else None
 
 
+def why_no_media(objective: str) -> str:
+    """Return why samples cannot have images with an objective; empty if they can."""
+    if OBJECTIVES[objective].has_images:
+        return ""
+    return f"--objective {objective} does not support images"
+
+
 def has_setting(name: str, objective: str) -> bool:
     """Return whether a setting that only some objectives have has an effect with this one."""
     return name in OBJECTIVES[objective].settings

@@ -8,6 +8,7 @@ of the extension is imported. read/media.py finds media in samples.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from llama_ft.config import Config, DataConfig
+    from llama_ft.config import Config, DataConfig, ModelConfig
     from llama_ft.data.batches.sampler import Batch
     from llama_ft.data.chat.loss_mask import RenderedChat
     from llama_ft.data.tokenize.encoder import Encoder
@@ -143,6 +144,14 @@ class MediaReader(Protocol):
     def with_parts(self, sample: Sample, sample_format: SampleFormat, cache: Path) -> Sample:
         """See `Media.with_parts`. `cache`: the directory of cached data."""
 
+    def prepare_towers(self, model: nn.Module) -> None:
+        """Change a model on the meta device with its towers, so that each sample of a batch is
+        computed as if it was alone."""
+
+    def choose_trained(self, built: Any, model: "ModelConfig") -> list[str]:
+        """Freeze what the settings do not train of a `BuiltModel` with its towers. Return the names of
+        towers, or of modules within them, that are trained."""
+
     def thumbnail(self, path: str) -> str:
         """Return a small picture of a file as a data: URL; "" if the file is gone or broken."""
 
@@ -233,6 +242,10 @@ class Media(Protocol):
         """Return prompts that are answered in one batch, and the further arguments of `generate`.
         With several ranks there may be one more prompt at the end: ranks whose prompts have no media
         run the towers, too. Its answer is not needed."""
+
+    def towers_in_root(self, model: Any) -> AbstractContextManager[None]:
+        """In the block, `generate` may run towers of a sharded model: inside of the hooks of the root
+        unit, which has weights of them."""
 
     # checks and plans
 

@@ -52,7 +52,7 @@ def prepare_samples(
     new_tokens = request.new_tokens
     vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
     has_new_tokens = candidate.run is not None and candidate.run.model.resize_embeddings
-    no_media = models.why_no_images(model_config)
+    no_media = models.why_text_only(model_config)
     objective = training.build_objective(Config())  # the default: the loss of each token
     trust = request.config.model.trust_remote_code
     load_media = partial(data.load_media, request.folder, model_config, tokenizer, trust)

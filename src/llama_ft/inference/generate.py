@@ -20,10 +20,10 @@ from llama_ft.data.tokenize.prompt_tokens import chat_prompt, text_prompt
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel
-from llama_ft.models import image_features_in_root, vocabulary_size
+from llama_ft.models import vocabulary_size
 from llama_ft.runtime import Ranks
 from llama_ft.training import free_unsharded
-from llama_ft.training.evaluation import prompt_arguments
+from llama_ft.training.evaluation import prompt_arguments, towers_in_root
 
 # defaults of Transformers
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
@@ -188,7 +188,7 @@ class Answerer:
                 shown = max(shown, len(text))  # an incomplete character may hide the one before it
             return scores
 
-        with image_features_in_root(self.model):
+        with towers_in_root(self.model, self._media):
             sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
                 **arguments,
                 max_new_tokens=self.longest_answer(width),

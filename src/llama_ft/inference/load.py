@@ -135,7 +135,7 @@ def open_model(
         files = _find(place, flags, ranks, build_model, base_of)
         request = _request(files, flags, PRECISIONS[chosen].compute)
         media = open_media and open_media(request, files.tokenizer, files.run)
-    request = replace(request, with_images=media is not None)
+    request = replace(request, with_towers=media is not None)
     built = build_model(request, ranks, NULL_MONITOR)
     model = built.model
     # Without an adapter, build_model has loaded the trained weights in place of the base's.
@@ -204,7 +204,7 @@ def open_media(
     Raises:
         UserError: the model takes text only, or its processor cannot be used.
     """
-    problem = models.why_no_images(request.model_config)
+    problem = models.why_text_only(request.model_config)
     if problem:
         raise UserError(f"{request.folder}: the prompt has {KIND}, but {problem}.")
     if max_pixels is None and run is not None:

@@ -10,9 +10,8 @@ from llama_ft.models.architecture.routers import use_router_loss
 from llama_ft.models.architecture.score_head import choose_head
 from llama_ft.models.architecture.text_part import (
     auto_class,
-    describe_left_out,
     stop_ids,
-    why_no_images,
+    why_text_only,
 )
 from llama_ft.models.base.source import fingerprint
 from llama_ft.models.build import (
@@ -44,9 +43,8 @@ from llama_ft.models.quantization.choice import choose_quantization, quantize_li
 from llama_ft.models.sharding.dtypes import set_storage_dtypes
 from llama_ft.models.sharding.fsdp import (
     apply_fsdp,
-    image_features_in_root,
     shard_degree,
     unit_table,
 )
-from llama_ft.models.trained_parts import choose_trained_parts, needs_image_parts, trains_images
+from llama_ft.models.towers import build_requested, describe_towers, trains_towers
 from llama_ft.models.weights.load_weights import LoadSettings, load_weights

@@ -16,6 +16,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft import door
 from llama_ft.config import ModelConfig
 from llama_ft.config.home import expanded
 from llama_ft.config.paths import (
@@ -27,7 +28,6 @@ from llama_ft.config.paths import (
 )
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.libraries.evidence import CAUSAL_MASK, IS_CAUSAL, MASK_OF_ENCODERS
-from llama_ft.models.architecture.cross_attention import keep_cross_attention_apart
 from llama_ft.models.architecture.new_tokens import find_growth
 from llama_ft.models.architecture.score_head import add_score
 from llama_ft.models.architecture.text_part import auto_class, keep_text_part, names_score, stop_ids
@@ -151,17 +151,17 @@ def build_on_meta(
     model: ModelConfig,
     new: NewTokens | None = None,
     folder: Path = Path(),
-    with_images: bool = False,
+    with_towers: bool = False,
 ) -> BuiltModel:
     """Build a causal language model on the meta device, with tied weights. Of a model for images or
-    sound, build the text part only, unless samples have images.
+    sound, build the text part only, unless samples have media.
 
     Args:
         config: the model's config. Its vocab_size is set if there are new tokens.
         model: settings: attention implementation, trust_remote_code.
         new: tokens for which embedding and LM head get further rows.
         folder: the directory of its weights, which are not read here.
-        with_images: build the parts for images, too.
+        with_towers: build the towers, too.
 
     Raises:
         UserError: Transformers does not have the model, it has no text decoder, it takes no images,
@@ -184,15 +184,15 @@ def build_on_meta(
     # Chameleon's config does not say that it takes images, but its class does.
     takes_images = "image" in skeleton.input_modalities
     is_multimodal = takes_more_than_text(skeleton.config) or takes_images
-    image_parts = list[str]()
-    if with_images and not takes_images:
+    towers = list[str]()
+    if with_towers and not takes_images:
         raise UserError(
             f"--model_name {model.model_name}: {type(skeleton).__name__} takes no images. "
             "Choose a model that does."
         )
-    if with_images:
-        image_parts = keep_text_part(make_skeleton(config, model)).modules
-        keep_cross_attention_apart(skeleton)
+    if with_towers:
+        towers = keep_text_part(make_skeleton(config, model)).modules
+        door.media_reader().prepare_towers(skeleton)
     elif is_multimodal:
         left_out = keep_text_part(skeleton)
     if _is_encoder(skeleton, config, is_multimodal):
@@ -207,7 +207,7 @@ def build_on_meta(
         folder,
         conversions,
         left_out,
-        image_parts=image_parts,
+        towers=towers,
         grown=find_growth(skeleton, new),
         has_score=has_score,
     )

@@ -64,7 +64,7 @@ class ModelRequest:
     # train: the run's model; reference: frozen; read: to answer, evaluate or export
     purpose: Literal["train", "reference", "read"] = "train"
     is_sharded: bool = True  # False: without FSDP, each rank holds the whole model
-    with_images: bool = False  # samples have images, so all parts of a multimodal model are built
+    with_towers: bool = False  # samples have media, so all parts of a multimodal model are built
     # weights of a checkpoint to continue or to read, see load_weights
     trained: WeightSource | None = None
     storage: Precision | None = None  # None: that of the settings
@@ -157,10 +157,10 @@ class BuiltModel:
     conversions: list[WeightTransform] = field(default_factory=list)
     left_out: LeftOut = LeftOut([], {})  # what the text part of a multimodal model lacks
     # Names of the outermost modules and parameters of a multimodal model outside of its text part:
-    # towers and projector. Empty unless they are built, because samples have images.
-    image_parts: list[str] = field(default_factory=list)
-    # By choose_trained_parts: those among them, or within them, that are trained
-    trained_image_parts: list[str] = field(default_factory=list)
+    # towers and projector. Empty unless they are built, because samples have media.
+    towers: list[str] = field(default_factory=list)
+    # By build_requested: those among them, or within them, that are trained
+    trained_towers: list[str] = field(default_factory=list)
     grown: GrownRows | None = None  # parameters with fewer rows in the checkpoint
     has_score: bool = False  # a reward model's head in place of the LM head
     # By the steps of the same names
@@ -176,19 +176,19 @@ class BuiltModel:
     stored: StoredModel = StoredModel({}, {})  # load_weights
 
     @property
-    def trained_image_weights(self) -> list[nn.Parameter]:
-        """The trained parameters of `trained_image_parts`."""
+    def trained_tower_weights(self) -> list[nn.Parameter]:
+        """The trained parameters of `trained_towers`."""
         found = []
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and is_in(name, self.trained_image_parts):
+            if parameter.requires_grad and is_in(name, self.trained_towers):
                 found.append(parameter)
         return found
 
     @property
-    def image_modules(self) -> list[nn.Module]:
-        """The modules among `image_parts`."""
+    def tower_modules(self) -> list[nn.Module]:
+        """The modules among `towers`."""
         modules = dict(self.model.named_modules())
-        return [modules[name] for name in self.image_parts if name in modules]
+        return [modules[name] for name in self.towers if name in modules]
 
 
 class BuildModel(Protocol):

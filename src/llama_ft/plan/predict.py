@@ -78,7 +78,7 @@ def predict(request: PlanRequest, recipe: Recipe, quick: bool = False) -> Plan:
 
 def _media_of(request: PlanRequest) -> PlannedMedia | None:
     """Return what examples have in addition to text; at least some if towers are trained."""
-    if request.media is None and models.trains_images(request.config.model):
+    if request.media is None and models.trains_towers(request.config.model):
         planned: PlannedMedia = media_reader().planned()
         return planned
     return request.media
@@ -168,7 +168,7 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
     config = _plannable(request.config)
     new_tokens = request.new_tokens
     model_config, headers = read_headers(
-        request.folder, config.model, layers, with_images=request.media is not None
+        request.folder, config.model, layers, with_towers=request.media is not None
     )
     tracker = Tracker(request.device)
     together = recipe.build_objective(config).examples_per_sample
@@ -182,7 +182,7 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
             request.folder,
             model_config,
             new_tokens,
-            with_images=request.media is not None,
+            with_towers=request.media is not None,
             open_loader=loader_of_headers(headers),
         )
         built = recipe.build_model(model_request, ranks, tracker)

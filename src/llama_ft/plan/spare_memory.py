@@ -90,7 +90,7 @@ def most_bytes_added(built: BuiltModel, config: Config, longest_example: int | N
     model = built.model
     has_convolutions = any(isinstance(module, nn.Conv1d) for module in model.modules())
     attends = model.config.get_text_config()._attn_implementation or ""
-    if built.image_parts or has_convolutions or attends.endswith("eager"):
+    if built.towers or has_convolutions or attends.endswith("eager"):
         return math.inf
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     local = sum(local_shard(parameter).numel() for parameter in trained)

@@ -91,7 +91,7 @@ def tokenize_samples(
     vocabulary = models.vocabulary_size(base.config)
     trust = config.model.trust_remote_code
     load_media = None
-    no_media = models.why_no_images(base.config, config.preference.objective)
+    no_media = models.why_text_only(base.config, config.preference.objective)
     if not no_media:
         load_media = partial(data.load_media, base.folder, base.config, base.tokenizer, trust)
     request = data.DataRequest(
@@ -148,7 +148,7 @@ def resolve_inputs(
     return RunInputs(
         config,
         models.ModelRequest(
-            config, base.folder, base.config, new_tokens, with_images=dataset.media is not None
+            config, base.folder, base.config, new_tokens, with_towers=dataset.media is not None
         ),
         base.tokenizer,
         dataset,
@@ -176,7 +176,7 @@ def _check_media(config: Config, dataset: data.TokenizedData) -> None:
         dataset.media.check_settings(config)
     elif config.train.sample_images:
         raise UserError("--sample_images: no sample has images. Leave it out.")
-    elif models.trains_images(config.model):
+    elif models.trains_towers(config.model):
         raise UserError(
             "--train_vision and --freeze_LLM_only: no sample has images. Leave them out."
         )

@@ -7,7 +7,7 @@ import os
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from llama_ft.data.tokenize.prompt_tokens import (
     text_prompt,
 )
 from llama_ft.errors import UserError
-from llama_ft.models import BuiltModel, image_features_in_root
+from llama_ft.models import BuiltModel
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.objectives.base import Objective, logged_means
@@ -387,6 +387,11 @@ def prompt_arguments(
     return {name: values.to(device) for name, values in arguments.items()}
 
 
+def towers_in_root(model: PreTrainedModel, media: Media | None) -> AbstractContextManager[None]:
+    """Return a context in which `generate` may run towers of a sharded model."""
+    return nullcontext() if media is None else media.towers_in_root(model)
+
+
 @torch.no_grad()
 def generate_batch(
     model: PreTrainedModel,
@@ -417,7 +422,7 @@ def generate_batch(
     # FSDP's own hook, which starts to gather weights.
     check = model.register_forward_pre_hook(lambda *_: ranks.check_stop(), prepend=True)
     try:
-        with evaluating(model), image_features_in_root(model):
+        with evaluating(model), towers_in_root(model, layout.media):
             tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
                 **arguments,
                 max_new_tokens=new_tokens,

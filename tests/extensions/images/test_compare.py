@@ -23,10 +23,16 @@ from llama_ft.config import DataConfig
 from llama_ft.data import DataRequest, TokenizedData, collate, load_media, prepare
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, use_packed_attention
+from llama_ft.models.base.replaced_functions import replace_functions
 from llama_ft.runtime import Ranks
 from llama_ft.training import SupervisedFineTuning, check_packing
 
 PARTS = ["model.vision_tower", "model.multi_modal_projector"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def functions_of_built_models() -> None:
+    replace_functions()  # as build_on_meta does
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def test_attention_within_images_runs_per_sample(
 ) -> None:
     data = tokenized(folder)
     assert data.train is not None
-    built = BuiltModel(model_of(folder), image_parts=PARTS)
+    built = BuiltModel(model_of(folder), towers=PARTS)
     mixers = built.mixers = use_packed_attention(built)
     fully_shard(built.model, mesh=runtime.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     check = partial(check_packing, built, data.train, 256, dtype, runtime, data.media)
@@ -94,7 +100,7 @@ def test_a_packed_sequence_may_end_with_an_image(
     packed = collate(data.train, [0], 0, is_packed=True, media=data.media)
     assert packed.tokens == length
     parts = [name for name, _ in model.model.named_children() if name != "language_model"]
-    built = BuiltModel(model, image_parts=[f"model.{name}" for name in parts])
+    built = BuiltModel(model, towers=[f"model.{name}" for name in parts])
     built.mixers = use_packed_attention(built)
     found = SupervisedFineTuning().loss(built, packed, runtime)
     torch.testing.assert_close(found.loss, expected, rtol=1e-5, atol=1e-5)

@@ -29,8 +29,8 @@ from llama_ft.data.batches.sampler import collate
 from llama_ft.data.prepare import DataRequest
 from llama_ft.data.tokenize.tokenize_files import chunks_of, encode_chunk
 from llama_ft.errors import UserError
-from llama_ft.extensions.images.image_files import read_image
-from llama_ft.extensions.images.image_parts import ImageStore
+from llama_ft.extensions.images.samples.image_files import read_image
+from llama_ft.extensions.images.samples.image_parts import ImageStore
 
 TOKEN = IDS["<|image_pad|>"]
 
@@ -45,7 +45,7 @@ def prepared(
 ) -> TokenizedData:
     config = AutoConfig.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    no_images = models.why_no_images(config)
+    no_images = models.why_text_only(config)
     loader = None if no_images else partial(load_media, model, config, tokenizer, False)
     request = DataRequest(
         context_length=length, want_validation=False, load_media=loader, no_media=no_images

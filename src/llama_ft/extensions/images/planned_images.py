@@ -3,7 +3,7 @@ they take. Pixels have no storage in a plan."""
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PretrainedConfig
@@ -103,18 +103,16 @@ class PlannedExample:
 
 def _images_of(request: PlanRequest, model_config: PretrainedConfig) -> "Images":
     """Return the model's reader of images, checked. Raises UserError if it has none."""
-    from llama_ft.extensions.images.reader import ImageReader
-
     config = request.config
     model = config.model
-    problem = models.why_no_images(model_config, config.preference.objective)
+    problem = models.why_text_only(model_config, config.preference.objective)
     if problem:
         raise UserError(f"--images: {problem}.")
     folder = request.folder
     if model.tokenizer_name is not None:
         folder = models.local_folder(model.tokenizer_name, "--tokenizer_name", weights=False)
     tokenizer = models.load_tokenizer(folder, model.trust_remote_code)
-    images = ImageReader.load(
+    media = data.load_media(
         request.folder,
         model_config,
         tokenizer,
@@ -123,8 +121,8 @@ def _images_of(request: PlanRequest, model_config: PretrainedConfig) -> "Images"
         data.cache_dir(),
     )
     data.ensure_chat_template(tokenizer, config.data.chat_template, model.resize_embeddings)
-    images.check()
-    return images
+    media.check()
+    return cast("Images", media)
 
 
 def _tokens(example: PlannedExample) -> int:

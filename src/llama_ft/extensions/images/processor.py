@@ -20,6 +20,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import Config
 from llama_ft.data.chat.chat_template import Span, render_chat, template_for
@@ -41,12 +43,17 @@ from llama_ft.data.tokenize.statistics import SplitStatistics
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.extensions.images import cross_attention
 from llama_ft.extensions.images.compare import ImageSamples
-from llama_ft.extensions.images.expansion import Expansion, placeholder_of, without_spans
-from llama_ft.extensions.images.image_files import read_image
 from llama_ft.extensions.images.image_inputs import ImageTensors, taken_arguments
-from llama_ft.extensions.images.image_parts import ImageStore, with_absolute_paths, with_image_parts
 from llama_ft.extensions.images.image_prompts import image_prompt, prompt_tensors
 from llama_ft.extensions.images.planned_images import PlannedImages
+from llama_ft.extensions.images.samples.expansion import Expansion, placeholder_of, without_spans
+from llama_ft.extensions.images.samples.image_files import read_image
+from llama_ft.extensions.images.samples.image_parts import (
+    ImageStore,
+    with_absolute_paths,
+    with_image_parts,
+)
+from llama_ft.extensions.images.towers.generate import towers_in_root
 from llama_ft.models import BuiltModel
 from llama_ft.runtime.console import log
 
@@ -55,7 +62,7 @@ if TYPE_CHECKING:  # PIL is imported for images only: not every environment has 
 
 FILLER_SIDE = 64  # pixels
 # files that determine the tokens
-CODE = ("expansion.py", "image_parts.py", "load_processor.py", "processor.py")
+CODE = ("samples/expansion.py", "samples/image_parts.py", "load_processor.py", "processor.py")
 DECODERS = 4  # threads that decode images of a micro-batch
 # of processors, if text and images do not fit, or an image has an odd size
 PROCESSOR_ERRORS = (
@@ -121,7 +128,7 @@ class Images:
     @property
     def code(self) -> list[Path]:
         """The files of code that determine them, too."""
-        return [Path(__file__).with_name(name) for name in CODE]
+        return [Path(__file__).parent / name for name in CODE]
 
     @property
     def by_cross_attention(self) -> bool:
@@ -360,6 +367,10 @@ class Images:
         taken = taken_arguments(model)
         prompts, tensors = prompt_tensors(self, prompts)
         return prompts, {name: values for name, values in tensors.items() if name in taken}
+
+    def towers_in_root(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """In the block, `generate` may compute features of images, see the function."""
+        return towers_in_root(model)
 
     def samples_to_compare(
         self, built: BuiltModel, samples: Dataset, device: torch.device

@@ -6,17 +6,21 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig
 from llama_ft.data.read.formats import Sample, SampleFormat
-from llama_ft.extensions.images.image_parts import ImageStore, with_image_parts
 from llama_ft.extensions.images.image_prompts import thumbnail
 from llama_ft.extensions.images.load_processor import load_processor
 from llama_ft.extensions.images.planned_images import PlannedImages
 from llama_ft.extensions.images.processor import Images
+from llama_ft.extensions.images.samples.image_parts import ImageStore, with_image_parts
+from llama_ft.extensions.images.towers.cross_attention_layers import keep_cross_attention_apart
+from llama_ft.extensions.images.towers.trained_parts import choose_trained_parts
 
 
 class ImageReader:
     """The images of samples, prompts and plans."""
 
     thumbnail = staticmethod(thumbnail)
+    prepare_towers = staticmethod(keep_cross_attention_apart)
+    choose_trained = staticmethod(choose_trained_parts)
 
     @staticmethod
     def load(

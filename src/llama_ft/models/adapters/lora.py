@@ -72,7 +72,7 @@ def inject_lora(
         settings.task_type = "SEQ_CLS"
         settings.modules_to_save = sorted(whole)
     modules = dict(model.named_modules())
-    projectors = [name for name in built.trained_image_parts if name in modules]
+    projectors = [name for name in built.trained_towers if name in modules]
     if projectors and not saved:
         settings.modules_to_save = [*(settings.modules_to_save or ()), *projectors]
     # Of a saved adapter, the tensors are checked when they are loaded. PEFT adds names to its settings
@@ -114,7 +114,7 @@ def _exclude_towers(built: BuiltModel, settings: Any, ends: Sequence[str]) -> No
     The checkpoint's class has these parts, with layers of the same names, when PEFT loads the adapter
     into it.
     """
-    towers = [*built.left_out.modules, *built.image_parts]
+    towers = [*built.left_out.modules, *built.towers]
     if towers and not isinstance(settings.exclude_modules, str):
         already_excluded = settings.exclude_modules or ()
         names = [re.escape(name) for name in (*towers, *already_excluded)]

@@ -37,11 +37,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from llama_ft.config import OBJECTIVES
+from llama_ft.config.objectives import why_no_media
 from llama_ft.errors import UserError
 from llama_ft.models.base.layers import takes_more_than_text
 from llama_ft.models.base.replaced import replace_method
-from llama_ft.models.built import BuiltModel, LeftOut
+from llama_ft.models.built import LeftOut
 
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -50,7 +50,7 @@ CLASSES: dict[Any, Any] = {
 
 
 class TextOutput(SimpleNamespace):
-    """The output of a text decoder. Fields about images, for which a caller may ask, are None."""
+    """The output of a text decoder. Fields about other parts, for which a caller may ask, are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -77,19 +77,11 @@ def stop_ids(folder: Path, config: PretrainedConfig) -> list[int]:
     return [token for token in ids if isinstance(token, int)]
 
 
-def describe_left_out(built: BuiltModel) -> str:
-    """Return a line for the log about parts that are not loaded."""
-    others = ", ".join(built.left_out.modules)
-    return f"Only the text part is loaded and fine-tuned. Copied unchanged: {others}"
-
-
-def why_no_images(config: PretrainedConfig, objective: str | None = None) -> str:
-    """Return why samples cannot have images; empty if they can. `objective`: of a run."""
+def why_text_only(config: PretrainedConfig, objective: str | None = None) -> str:
+    """Return why samples must be text; empty if they need not. `objective`: of a run."""
     if not takes_more_than_text(config):
         return f"a {config.model_type} model takes text only"
-    if objective is not None and not OBJECTIVES[objective].has_images:
-        return f"--objective {objective} does not support images"
-    return ""
+    return "" if objective is None else why_no_media(objective)
 
 
 def names_score(config: PretrainedConfig) -> bool:
@@ -211,16 +203,16 @@ def _text_forward(
     inner: nn.Module,
     lacks_head: bool,
 ) -> Callable[..., Any]:
-    """Return a forward of `owner` that passes its arguments on to `inner`, except those on
-    images."""
+    """Return a forward of `owner` that passes its arguments on to `inner`, except those of
+    other parts."""
     own = list(inspect.signature(owner.forward).parameters)
     taken = list(inspect.signature(inner.forward).parameters)
-    images = {name for name in own if name not in taken and not name.startswith("output_")}
+    others = {name for name in own if name not in taken and not name.startswith("output_")}
 
     @wraps(owner.forward)  # generate() inspects the names of its parameters
     def forward(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(own, args, strict=False)) | kwargs
-        for_inner = {name: value for name, value in arguments.items() if name not in images}
+        for_inner = {name: value for name, value in arguments.items() if name not in others}
         output = inner(**for_inner)
         return TextOutput(**output) if lacks_head else output
 

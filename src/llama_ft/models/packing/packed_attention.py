@@ -60,8 +60,8 @@ def use_packed_attention(built: BuiltModel) -> TokenMixers:
     model = built.model
     mixers = built.mixers
     if mixers is None:
-        mixers = TokenMixers(model, has_towers=bool(built.image_parts))
-        for tower in built.image_modules:
+        mixers = TokenMixers(model, has_towers=bool(built.towers))
+        for tower in built.tower_modules:
             tower.register_forward_pre_hook(_without_samples, with_kwargs=True)
         model.register_forward_pre_hook(partial(_begin, mixers), with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)

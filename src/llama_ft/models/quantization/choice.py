@@ -209,7 +209,7 @@ def _skipped_patterns(built: BuiltModel, quantization: Quantization) -> list[str
         skip += private(model, "_keep_in_fp32_modules_strict") or ()
     if built.has_score:
         skip.append(SCORE)
-    skip += built.image_parts  # names of towers and projector: all names that begin with them
+    skip += built.towers  # names of towers and projector: all names that begin with them
     return skip
 
 

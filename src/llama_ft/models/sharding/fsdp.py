@@ -2,11 +2,10 @@
 units in a table."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Sequence, Set
+from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,15 +18,12 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import FSDPConfig
 from llama_ft.cpu import gloo
 from llama_ft.errors import UserError
-from llama_ft.libraries.evidence import IMAGE_FEATURES
 from llama_ft.models.adapters.lora_linear import cast_where_used
 from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.torch_2_11 import allow_integers
@@ -192,11 +188,11 @@ def _modules_to_wrap(
 
 def _tower_units(built: BuiltModel) -> list[nn.Module]:
     """Return the layers of towers, each a unit. Every rank runs them in every micro-batch (see
-    data/images/processor.py), so no rank waits for an all-gather that others skip. The rest of a tower is
+    `Media.tensors`), so no rank waits for an all-gather that others skip. The rest of a tower is
     in the root unit: Transformers finds by a tower's class what it can return, and fully_shard would
     change this class."""
     units = []
-    for part in built.image_modules:
+    for part in built.tower_modules:
         stacks = [module for module in part.modules() if isinstance(module, nn.ModuleList)]
         inner = set[nn.Module]()
         for stack in stacks:
@@ -205,32 +201,6 @@ def _tower_units(built: BuiltModel) -> list[nn.Module]:
         for stack in stacks:
             units += [layer for layer in stack if layer not in inner and _is_called(layer)]
     return units
-
-
-@contextmanager
-def image_features_in_root(model: PreTrainedModel) -> Iterator[None]:
-    """In the block, `generate` computes features of images inside of the hooks of the root unit, which
-    has weights of the towers. It calls the model's `get_image_features` before the first forward
-    pass."""
-    inner = model.base_model
-    if not isinstance(model, FSDPModule) or not hasattr(inner, IMAGE_FEATURES):
-        yield
-        return
-    compute = getattr(inner, IMAGE_FEATURES)
-    setattr(model, IMAGE_FEATURES, compute)
-    register_fsdp_forward_method(model, IMAGE_FEATURES)
-    with_hooks = getattr(model, IMAGE_FEATURES)
-
-    @wraps(compute)  # generate() reads the names of its parameters
-    def in_root(*args: Any, **kwargs: Any) -> Any:
-        return with_hooks(*args, **kwargs)
-
-    setattr(inner, IMAGE_FEATURES, in_root)
-    try:
-        yield
-    finally:
-        for module in {model, inner}:
-            del vars(module)[IMAGE_FEATURES]
 
 
 def _is_called(module: nn.Module) -> bool:

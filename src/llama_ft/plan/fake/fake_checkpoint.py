@@ -95,13 +95,13 @@ def loader_of_headers(headers: dict[str, StoredTensor]) -> Callable[..., HeaderL
 
 
 def read_headers(
-    folder: Path, model: ModelConfig, layers: int | None = None, with_images: bool = False
+    folder: Path, model: ModelConfig, layers: int | None = None, with_towers: bool = False
 ) -> tuple[PretrainedConfig, dict[str, StoredTensor]]:
     """Return a model's config and the headers of its weights, with `layers` decoder layers (None:
     all).
 
     If it has no weights, the headers are those that a model with this config would be saved with,
-    `with_images`: and its parts for images.
+    `with_towers`: and its towers.
 
     Raises:
         UserError: config.json or a header cannot be read.
@@ -119,7 +119,7 @@ def read_headers(
     else:
         # as a string, or not at all, in some files
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-        built = build_on_meta(deepcopy(config), model, with_images=with_images)
+        built = build_on_meta(deepcopy(config), model, with_towers=with_towers)
         parameters = built.model.named_parameters()
         # Which tensors are quantized is not known: all count as dequantized.
         is_published = published_format(settings) is not None
@@ -128,12 +128,12 @@ def read_headers(
             for name, parameter in parameters
         }
     if layers is not None:
-        of_images = _names_of_image_parts(config, model, headers) if with_images else set()
-        headers = _reduce_layers(config, model, headers, layers, of_images)
+        of_towers = _names_of_towers(config, model, headers) if with_towers else set()
+        headers = _reduce_layers(config, model, headers, layers, of_towers)
     return config, headers
 
 
-def _names_of_image_parts(
+def _names_of_towers(
     config: PretrainedConfig, model: ModelConfig, headers: dict[str, StoredTensor]
 ) -> set[str]:
     """Return the names of stored tensors that the text part lacks."""
@@ -148,10 +148,10 @@ def _reduce_layers(
     model: ModelConfig,
     headers: dict[str, StoredTensor],
     layers: int,
-    of_images: set[str],
+    of_towers: set[str],
 ) -> dict[str, StoredTensor]:
     """Reduce a config in place to the first `layers` decoder layers. Return the headers of the
-    remaining weights, with those `of_images`, whose towers have layers of their own."""
+    remaining weights, with those `of_towers`, whose towers have layers of their own."""
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
         # such as layer_types, with an entry per layer
@@ -163,7 +163,7 @@ def _reduce_layers(
     for name, header in headers.items():
         layer_number = re.search(r"\b\d+\b", name)  # the first number in a name
         is_kept = layer_number is None or int(layer_number[0]) < layers
-        if is_kept or name in of_images or conversion.is_ignored(reduced, name):
+        if is_kept or name in of_towers or conversion.is_ignored(reduced, name):
             few_headers[name] = header
     return few_headers
 

@@ -1,0 +1,1 @@
+"""Images of samples: which forms they have, their files, and text in which they have tokens."""
