@@ -36,11 +36,6 @@ INHERITED = re.compile(
     re.IGNORECASE,
 )
 AT_THE_START = dict(os.environ)
-PRELOADED = [
-    f"llama_ft.{part}"
-    for part in ("checkpoint", "data", "models", "observe", "runtime", "training")
-]
-PRELOADED += ["transformers.models.llama.modeling_llama", "accelerate.utils.fsdp_utils"]
 SECONDS_TO_LEAVE = 30.0  # what torchrun gives the other ranks when one has failed
 POLLING = threading.Lock()  # multiprocessing polls all of its processes whenever it starts one
 
@@ -56,10 +51,11 @@ class Finished:
 
 def start_server() -> None:
     """Start the server, unless it runs; it ends with this process."""
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)  # threads are counted when torch is imported
+    own = {**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).parent}"}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)  # threads are counted when torch is imported
     try:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["preloaded"])
         forkserver.ensure_running()
     finally:
         for name, value in before.items():

@@ -119,9 +119,17 @@ def mask_secrets(text: str) -> str:
             value = os.environ.get(name, "")
             if not _PLAIN_VALUE.fullmatch(value):
                 text = text.replace(value, HIDDEN)
+    # Most are names and values of settings, which each run writes several times.
+    return _mask_forms_again(text) if len(text) <= 100 else _mask_forms(text)
+
+
+def _mask_forms(text: str) -> str:
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text
+
+
+_mask_forms_again = lru_cache(maxsize=2048)(_mask_forms)
 
 
 @lru_cache(maxsize=4096)

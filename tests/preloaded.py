@@ -1,0 +1,34 @@
+"""What the fork server of forked.py imports and computes once, so that no fork has to: the imports of
+the scripts, and the tables and templates that a first run makes.
+
+No code of models runs here: autograd's threads do not survive a fork."""
+
+import gc
+import importlib
+import sys
+from pathlib import Path
+
+from llama_ft.report.plot import TEMPLATES
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+SCRIPTS = ("finetuning", "evaluate", "export", "inference", "plan")
+MODULES = (
+    "accelerate.utils.fsdp_utils",
+    "transformers.models.llama.modeling_llama",
+)
+
+sys.path.insert(0, str(RECIPES))  # before the library that is called evaluate, too
+for name in (*MODULES, *SCRIPTS):
+    importlib.import_module(name)
+for name in SCRIPTS:
+    del sys.modules[name]  # a fork runs its own copy, some of them changed ones
+sys.path.remove(str(RECIPES))
+
+get_checkpoint_conversion_mapping("llama")  # compiles 1,000 expressions: 0.15 s
+for name in ("run.html", "plot.html"):
+    TEMPLATES.get_template(name)  # 0.2 s
+
+# A collection in a fork would look at all objects made here, and so copy the pages that they are on.
+gc.collect()
+gc.freeze()
