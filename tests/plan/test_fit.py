@@ -247,7 +247,7 @@ def test_the_choice_of_checkpointing_and_the_plan_report_the_same_size(
 def test_one_gpu_casts_weights_once_per_step_if_that_fits(
     finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = save_model(tmp_path / "model", num_hidden_layers=6)
+    folder = save_model(tmp_path / "model", num_hidden_layers=3)
 
     def choose(room: float, flags: str = "", world: int = 1) -> tuple[str, int]:
         line = f"--context_length 64 {flags}"
