@@ -229,37 +229,40 @@ class Case:
 
 @pytest.fixture(scope="module")
 def models(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models/, a tokenizer, and a batch in tokens.pt."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
-
+    """A folder with a tokenizer, and a batch in tokens.pt; models/ is filled before a launch."""
     work = tmp_path_factory.mktemp("architectures")
     save_tokenizer(work / "tokenizer")
-    configs: dict[str, tuple[str, dict[str, Any]]] = {
-        name: (model_type, {**SHAPE, **settings})
-        for name, (model_type, settings) in ARCHITECTURES.items()
-    }
-    for name, (model_type, text, vision, more) in MULTIMODAL.items():
-        own = (
-            SHAPE | text
-            if model_type == "phi4_multimodal"
-            else {"text_config": SHAPE | text, **UNTIED}
-        )
-        configs[name] = model_type, {**own, "vision_config": vision, **more}
-    for name, (model_type, settings) in configs.items():
-        torch.manual_seed(0)
-        config = {key: value for key, value in settings.items() if value is not None}
-        auto = AutoModelForMultimodalLM if name in MULTIMODAL else AutoModelForCausalLM
-        model = auto.from_config(AutoConfig.for_model(model_type, **config))
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name in model.state_dict() and buffer.is_floating_point():
-                # DeepSeek's correction of routing, which begins as zeros
-                buffer.uniform_(-0.5, 0.5)
-        model.save_pretrained(work / "models" / name, max_shard_size="100KB")
     torch.save(
         torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1)),
         work / "tokens.pt",
     )
     return work
+
+
+def save_random_model(name: str, folder: Path) -> None:
+    """Save a model of an architecture, unless it is there."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    if folder.exists():
+        return
+    if name in MULTIMODAL:
+        model_type, text, vision, more = MULTIMODAL[name]
+        own: dict[str, Any] = {"text_config": SHAPE | text, **UNTIED}
+        if model_type == "phi4_multimodal":
+            own = SHAPE | text
+        settings = {**own, "vision_config": vision, **more}
+    else:
+        model_type, more = ARCHITECTURES[name]
+        settings = {**SHAPE, **more}
+    torch.manual_seed(0)
+    config = {key: value for key, value in settings.items() if value is not None}
+    auto = AutoModelForMultimodalLM if name in MULTIMODAL else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model(model_type, **config))
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name in model.state_dict() and buffer.is_floating_point():
+            # DeepSeek's correction of routing, which begins as zeros
+            buffer.uniform_(-0.5, 0.5)
+    model.save_pretrained(folder, max_shard_size="100KB")
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +274,7 @@ def launches(models: Path) -> Callable[[bool], None]:
         cases = {}
         for name, method in CASES:
             if is_fast(name, method) == fast:
+                save_random_model(name, models / "models" / name)
                 flags = SIZED.get((name, method)) or METHODS[method]
                 cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags]
         run_cases(models, cases, ranks=2, script=SCRIPT)
