@@ -38,7 +38,7 @@ quickstart: $(VENV)/.installed $(VENV)/.smollm2
 # Two workers, a file to each: tests mostly wait for ranks that wait for each other. The slow ones have time limits and need
 # the whole machine.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-all: test $(VENV)/.smollm2
 	$(BIN)/python -m pytest -m slow
