@@ -53,12 +53,12 @@ def test_only_the_best_and_requested_checkpoints_are_kept_even_after_a_restart(
     model, optimizer = trained()
     best = tmp_path / "checkpoints" / "best.json"
     with new_writer(keep_last=2) as writer:
-        writer.save(1, model, optimizer, STATE, is_requested=False, best_loss=3.0)
-        writer.save(2, model, optimizer, STATE, best_loss=2.0)
+        writer.save(1, model, optimizer, STATE, is_requested=False, best_value=3.0)
+        writer.save(2, model, optimizer, STATE, best_value=2.0)
         writer.finish()
         assert names(tmp_path) == {"step-000002", "best.json"}
         before = best.read_text()
-        writer.save(3, model, optimizer, STATE, is_requested=False, best_loss=1.0)
+        writer.save(3, model, optimizer, STATE, is_requested=False, best_value=1.0)
     best.write_text(before)  # as if the run had been killed before it was written
     left = tmp_path / "checkpoints" / ".writing-step-000004"  # by a save that was killed
     left.mkdir()

@@ -10,17 +10,11 @@ from forked import REPOSITORY
 NOT_NOUNS = {"asked", "found", "kept", "made", "wanted"}
 # not done yet
 UNDONE = (
-    "checkpoint/store",
-    "extensions/check",
-    "extensions/serving",
-    "extensions/store",
     "export/weights.py",
-    "libraries",
     "models/build.py",
     "models/built.py",
     "models/published",
     "models/quantization",
-    "models/base/replaced_functions.py",
     "models/weights",
 )
 

@@ -9,7 +9,7 @@ class SavedCheckpoint(NamedTuple):
 
     step: int
     is_requested: bool  # False if it was saved only for its validation loss
-    best_loss: float | None  # the validation loss, if it was the best so far
+    best_value: float | None  # the validation loss or other --best_by, if it was the best so far
 
 
 def surplus(
@@ -29,7 +29,7 @@ def surplus(
     doomed = []
     for checkpoint in checkpoints:
         requested_count += checkpoint.is_requested
-        if checkpoint.best_loss is not None and best is None:
+        if checkpoint.best_value is not None and best is None:
             best = checkpoint
             continue
         is_surplus = 0 < keep_last < requested_count

@@ -146,7 +146,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         optimizer: torch.optim.Optimizer,
         trainer: Mapping[str, Any],
         is_requested: bool = True,
-        best_loss: float | None = None,
+        best_value: float | None = None,
         is_final: bool = False,
     ) -> None:
         """Start to write checkpoints/step-<step>, after waiting for the previous save.
@@ -158,7 +158,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             trainer: position and counters, for trainer.json.
             is_requested: False if it is saved only for its validation loss: it is deleted after a better
                 one is complete.
-            best_loss: the validation loss or other --best_by, if it is the best so far.
+            best_value: the validation loss or other --best_by, if it is the best so far.
             is_final: no step follows: return when it is written.
 
         Raises:
@@ -172,7 +172,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             "step": step,
             "world_size": self._ranks.world_size,
         }
-        record |= {"asked": is_requested, "best_loss": best_loss, **trainer, **self._about}
+        record |= {"asked": is_requested, "best_loss": best_value, **trainer, **self._about}
         live = own_state(model, optimizer, self._ranks)
         rows = {name: local_shard(tensor) for name, tensor in live.items()}
         own_bytes = sum(tensor.nbytes for tensor in rows.values())
@@ -393,7 +393,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             (self._folder / "best.json").unlink(missing_ok=True)
         else:
             name = step_folder(self.run, best.step).name
-            value = {metrics[best.step]: best.best_loss}
+            value = {metrics[best.step]: best.best_value}
             text = json.dumps({"checkpoint": name, "step": best.step, **value})
             _write_synced(self._folder / ".best.json", text + "\n")
             os.replace(self._folder / ".best.json", self._folder / "best.json")

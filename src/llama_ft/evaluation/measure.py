@@ -89,7 +89,7 @@ def measure_loss(
     Args:
         opened: the model, which stays in eval mode, and the tokenizer of the samples.
         tokenized: the samples.
-        asked, what, ranks: as of `prepare_samples`.
+        candidate, what, ranks: as of `prepare_samples`.
         reported: the reports on data that were logged; each is logged once.
 
     Returns:

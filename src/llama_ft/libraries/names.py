@@ -102,18 +102,18 @@ def require(library: str, owner: str, name: str) -> Any:
 
 def _find_owner(library: str, path: str) -> Any:
     """Return the module, class or object with this path in a package; None if there is none."""
-    found: Any = import_module(library)
+    owner: Any = import_module(library)
     module_name = library
     for part in path.split(".") if path else ():
         module_name = f"{module_name}.{part}"
-        inside = found
-        found = None
+        inside = owner
+        owner = None
         if isinstance(inside, ModuleType):
             with suppress(ImportError):
-                found = import_module(module_name)
-        if found is None:
-            found = getattr(inside, part, None)
-    return found
+                owner = import_module(module_name)
+        if owner is None:
+            owner = getattr(inside, part, None)
+    return owner
 
 
 def _has(owner: Any, name: str) -> bool:

@@ -267,7 +267,7 @@ class TrainingRun:
             optimizer,
             description,
             is_requested=outcome.save,
-            best_loss=self.state.best.value if is_best else None,
+            best_value=self.state.best.value if is_best else None,
             is_final=self._ends_run(outcome) or self.stop is not None,
         )
         self.throughput.pause()

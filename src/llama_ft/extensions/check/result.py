@@ -91,9 +91,9 @@ class CheckResult:
         return "; ".join(texts)
 
     def _disk_problems(self) -> list[str]:
-        found = Counter(disk.problem for disk in self.disks if disk.problem)
+        counts = Counter(disk.problem for disk in self.disks if disk.problem)
         problems = []
-        for problem in found:
+        for problem in counts:
             where = self._where(lambda rank, text=problem: self.disks[rank].problem == text)  # type: ignore[misc]
             problems.append(f"--output_dir {self.output_dir}: {problem}: {where}.")
         if not problems and not all(disk.is_locked_for_others for disk in self.disks):

@@ -35,11 +35,11 @@ class SavedAdapter:
     @property
     def modules(self) -> list[str]:
         """The names of its layers, without PEFT's prefix."""
-        found = dict[str, None]()
+        names = dict[str, None]()
         for name in self.shapes:
             if PARTS.search(name):
-                found[PARTS.sub("", name).removeprefix(PEFT_PREFIX)] = None
-        return list(found)
+                names[PARTS.sub("", name).removeprefix(PEFT_PREFIX)] = None
+        return list(names)
 
     @property
     def other_tensors(self) -> list[str]:
@@ -156,5 +156,5 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def portable(name: str) -> str:
     """Return the Hub name of a directory in the Hub's cache; other names unchanged."""
-    found = re.search(r"models--([^/]+)--([^/]+)", name)
-    return f"{found[1]}/{found[2]}" if found else name.rstrip("/")
+    match = re.search(r"models--([^/]+)--([^/]+)", name)
+    return f"{match[1]}/{match[2]}" if match else name.rstrip("/")

@@ -134,9 +134,9 @@ def rename_layers(folder: Path, verdict: Verdict) -> None:
 
 
 def _renamed(name: str, renames: dict[str, str]) -> str:
-    module, found, part = name.removeprefix(PEFT_PREFIX).partition(".lora_")
+    module, separator, part = name.removeprefix(PEFT_PREFIX).partition(".lora_")
     new = renames.get(module, module)
-    return f"{PEFT_PREFIX}{new}{found}{part}"
+    return f"{PEFT_PREFIX}{new}{separator}{part}"
 
 
 def serve_line(verdict: Verdict, folder: Path, base: BaseFiles, out: Path) -> str:

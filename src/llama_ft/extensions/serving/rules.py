@@ -62,11 +62,11 @@ def read_target(text: str) -> Target:
     Raises:
         UserError: the server is not known.
     """
-    name, _, wanted = text.partition(":")
+    name, _, version_name = text.partition(":")
     server = next((known for known in SERVERS if known == name.lower()), None)
     if server is None:
         raise UserError(f"--for {text}: expected one of {', '.join(SERVERS)}.")
-    version = wanted.removeprefix("v") or None
+    version = version_name.removeprefix("v") or None
     versions = known_versions(server)
     if version is None:
         return Target(server, None)
@@ -90,17 +90,17 @@ def known_versions(server: str) -> list[str]:
     return sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
 
 
-def vllm_versions(wanted: str | None) -> list[VllmVersion]:
+def vllm_versions(version_name: str | None) -> list[VllmVersion]:
     """Return the rules of one version of vLLM, or of all that are known, the newest one first."""
     names = known_versions("vllm")
     newest = table()["vllm"][names[-1]]["architectures"]
-    found = []
+    versions = []
     for name in reversed(names):
         rules = table()["vllm"][name]
         architectures = {**newest, **rules["architectures"]}
         for unknown in rules["unknown"]:
             architectures.pop(unknown, None)
-        found.append(
+        versions.append(
             VllmVersion(
                 name,
                 name in table()["tried"],
@@ -109,7 +109,7 @@ def vllm_versions(wanted: str | None) -> list[VllmVersion]:
                 architectures,
             )
         )
-    return [version for version in found if wanted in (None, version.name)]
+    return [version for version in versions if version_name in (None, version.name)]
 
 
 def renamed(rules: dict[str, Any], name: str) -> str:

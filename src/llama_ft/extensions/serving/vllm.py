@@ -128,13 +128,13 @@ class _Names:
         within = f"layers.{number}." if head and number.isdigit() else ""
         end = inside if within else module.rpartition(".")[2]
         while end:
-            found = [
+            names = [
                 name
                 for name in self._base
                 if f".{name}".endswith(f".{end}") and within in name and self.finds(name)
             ]
-            if found:
-                return found[0] if len(found) == 1 else None
+            if names:
+                return names[0] if len(names) == 1 else None
             end = end.partition(".")[2]
         return None
 
@@ -142,12 +142,12 @@ class _Names:
         """The same for the stacked experts of a layer."""
         head, _, tail = module.rpartition("layers.")
         within = f"layers.{tail.partition('.')[0]}."
-        found = {
+        names = {
             name.partition(EXPERTS)[0] + EXPERTS
             for name in self._base
             if EXPERTS in name and within in name
         }
-        fitting = [name for name in found if self.finds(name, self.experts)]
+        fitting = [name for name in names if self.finds(name, self.experts)]
         return fitting[0] if len(fitting) == 1 else None
 
 

@@ -59,13 +59,13 @@ class StoredRun:
         self,
         store: ObjectStore,
         directory: Path,
-        found: FoundCommits,
+        commits: FoundCommits,
         with_local: bool,
     ) -> None:
         self.store = store
         self.directory = directory
-        self.commits = found.valid
-        self.unusable = found.unusable
+        self.commits = commits.valid
+        self.unusable = commits.unusable
         self.with_local = with_local
 
     @property
@@ -196,10 +196,10 @@ def fetch_to_each_disk(store: ObjectStore, directory: Path, step: int, ranks: Ra
     Raises:
         RunFailure: it is not in the store, or corrupted there.
     """
-    found = ranks.broadcast_from_rank0(lambda: _find_commits(store, is_own=True))
+    commits = ranks.broadcast_from_rank0(lambda: _find_commits(store, is_own=True))
     errors = [f"{store.url}: it was not uploaded."]
-    if step in found.valid:
-        stored = StoredRun(store, directory, found, with_local=False)
+    if step in commits.valid:
+        stored = StoredRun(store, directory, commits, with_local=False)
         errors = stored.fetch(step, ranks, is_resumed=False)
     if errors:
         raise RunFailure("\n".join([f"step-{step:06d} is incomplete on the disks:", *errors]))
@@ -253,27 +253,27 @@ def find_stored(
         _check_owned(store, own, settings.resume, only)
     if source is None:
         return None
-    found = own
-    if found is None or source is not store:
-        found = ranks.broadcast_from_rank0(lambda: _find_commits(source, is_own=False))
+    commits = own
+    if commits is None or source is not store:
+        commits = ranks.broadcast_from_rank0(lambda: _find_commits(source, is_own=False))
     if is_url(resume):
-        found = _only_named(found, resume, only)
+        commits = _only_named(commits, resume, only)
     directory = planned_directory(settings, ranks)
     assert directory is not None  # the settings are rejected without output_dir
-    if found.valid:
+    if commits.valid:
         lock_directory(directory, ranks)
     with_local = (continues or is_restarted) and ranks.shares_disk
-    return StoredRun(source, directory, found, with_local)
+    return StoredRun(source, directory, commits, with_local)
 
 
-def _only_named(found: FoundCommits, resume: str, step: int | None) -> FoundCommits:
+def _only_named(commits: FoundCommits, resume: str, step: int | None) -> FoundCommits:
     """Return the checkpoints that the URL of --resume names: of `step`, or all."""
-    valid = {key: commit for key, commit in found.valid.items() if step in (None, key)}
+    valid = {key: commit for key, commit in commits.valid.items() if step in (None, key)}
     if not valid:
         why = "holds no checkpoint; expected s3://bucket/run"
-        problems = [text for key, text in found.unusable.items() if step in (None, key)]
+        problems = [text for key, text in commits.unusable.items() if step in (None, key)]
         raise UserError(f"--resume {resume}: {'; '.join(problems) or why}.")
-    return FoundCommits(valid, found.unusable)
+    return FoundCommits(valid, commits.unusable)
 
 
 def _check_owned(
@@ -298,8 +298,8 @@ def _local_step(folder: Path) -> int | None:
     """Return the step of the checkpoint that --resume names by its directory, or its run's; None if
     the directory has another name."""
     newest = next(iter(complete_checkpoints(folder)), folder)
-    found = re.fullmatch(r"step-(\d{6,})", newest.resolve().name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step-(\d{6,})", newest.resolve().name)
+    return int(match[1]) if match else None
 
 
 def _find_commits(store: ObjectStore, is_own: bool) -> FoundCommits:

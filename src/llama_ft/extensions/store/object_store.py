@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -159,9 +159,9 @@ class ObjectStore:
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the names of all objects below a folder, and their sizes in bytes."""
         self._system.invalidate_cache()
-        found = self._request("find", f"{self._root}/{folder}", detail=True)
+        objects = self._request("find", f"{self._root}/{folder}", detail=True)
         start = len(self._root) + 1
-        return {path[start:]: int(info["size"]) for path, info in found.items()}
+        return {path[start:]: int(info["size"]) for path, info in objects.items()}
 
     def delete(self, name: str) -> None:
         """Delete an object if it exists. In a directory, an empty folder goes with it: it would look
@@ -180,8 +180,10 @@ class ObjectStore:
             return
         bucket, _, prefix = self._root.partition("/")
         with suppress(Exception):
-            found = self._request("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix)
-            for upload in found.get("Uploads", []):
+            listing = self._request(
+                "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix
+            )
+            for upload in listing.get("Uploads", []):
                 key = upload["Key"]
                 name = key.removeprefix(f"{prefix}/") if prefix else key
                 if CHECKPOINT_OBJECT.fullmatch(name) or MODEL_OBJECT.fullmatch(name):
@@ -287,20 +289,23 @@ class Commit:
 
     Attributes:
         step: optimizer steps done.
-        asked: see CheckpointWriter.save.
-        best_loss: the validation loss, if it was the best so far.
+        is_requested, best_value: see CheckpointWriter.save.
         files: name -> size and checksum. Names are relative to the folder of the commit object.
     """
 
     step: int
-    asked: bool
-    best_loss: float | None
+    is_requested: bool
+    best_value: float | None
     files: Mapping[str, StoredFile]
 
     def text(self) -> str:
         """Return the content of the object, which has its own checksum."""
-        record = asdict(self)
-        record["files"] = {name: file._asdict() for name, file in self.files.items()}
+        record: dict[str, Any] = {
+            "step": self.step,
+            "asked": self.is_requested,
+            "best_loss": self.best_value,
+            "files": {name: file._asdict() for name, file in self.files.items()},
+        }
         return json.dumps({**record, "checksum": _checksum(record)}, indent=1) + "\n"
 
     @classmethod
@@ -312,7 +317,7 @@ class Commit:
             if checksum != _checksum(record):
                 raise ValueError("its checksum differs")
             files = {name: StoredFile(**file) for name, file in record.pop("files").items()}
-            return cls(**record, files=files)
+            return cls(record["step"], record["asked"], record["best_loss"], files)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"not a commit object ({error!r})") from error
 
@@ -359,11 +364,11 @@ def find_commits(store: ObjectStore, is_own: bool) -> FoundCommits:
     def attempt() -> FoundCommits:
         partly.clear()
         names = _list_checked(store, probe) if is_own else store.sizes("checkpoints")
-        found = _read_listed(store, names)
-        partly.append(found)
-        if found.unusable:  # they may be readable a moment later
-            raise ValueError("; ".join(found.unusable.values()))
-        return found
+        commits = _read_listed(store, names)
+        partly.append(commits)
+        if commits.unusable:  # they may be readable a moment later
+            raise ValueError("; ".join(commits.unusable.values()))
+        return commits
 
     try:
         return with_retries(attempt)
@@ -374,10 +379,10 @@ def find_commits(store: ObjectStore, is_own: bool) -> FoundCommits:
         if is_own:
             with suppress(Exception):
                 store.delete(probe)
-    [found] = partly
-    for problem in found.unusable.values():
+    [commits] = partly
+    for problem in commits.unusable.values():
         log.warning(f"{store.url}/{problem}. This checkpoint is not used.")
-    return found
+    return commits
 
 
 def _list_checked(store: ObjectStore, probe: str) -> dict[str, int]:

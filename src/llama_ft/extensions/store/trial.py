@@ -72,9 +72,9 @@ def try_url(url: str) -> StoreTrial:
 
         step = "read"
         started = time.perf_counter()
-        found = store.get_text(name)
+        text = store.get_text(name)
         seconds.append(time.perf_counter() - started)
-        if found != content:
+        if text != content:
             return StoreTrial("other content", "the object that was read differs from the written")
 
         step = "delete"

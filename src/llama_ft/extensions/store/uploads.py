@@ -93,7 +93,7 @@ class Uploads:
         self._keep_last = keep_last
         self._ranks = ranks
         self._listed = list[int]()  # on rank 0: the steps that were in the store at the start
-        self._found = dict[int, Commit]()  # those whose commit object is valid
+        self._valid = dict[int, Commit]()  # those whose commit object is valid
         self._commits = dict[int, Commit]()  # on rank 0: what this run continues and has uploaded
         self._failed = list[str]()  # on rank 0: what is not in the store, with the reason
         self._result: dict[str, StoredFile] | None = None  # uploaded files of the final model
@@ -121,17 +121,17 @@ class Uploads:
         try:
             claim = take_over(self.store)
             self.store.abort_parts()
-            found = find_commits(self.store, is_own=True)
+            commits = find_commits(self.store, is_own=True)
         except Exception as error:  # each package has its own errors
             raise unreachable(self.store, error) from error
-        self._found = found.valid
-        self._listed = sorted((*found.valid, *found.unusable))
+        self._valid = commits.valid
+        self._listed = sorted((*commits.valid, *commits.unusable))
         return claim
 
     def resume_at(self, step: int) -> None:
         """Set the step of the checkpoint that the run resumes from, before the first upload. Newer
         ones are not of this run."""
-        self._commits = {key: commit for key, commit in self._found.items() if key <= step}
+        self._commits = {key: commit for key, commit in self._valid.items() if key <= step}
 
     def take_newer(
         self, resumed: Checkpoint | None, find: Callable[[], Checkpoint | None]
@@ -145,9 +145,9 @@ class Uploads:
         log.info(
             f"{self.store.url} now holds {newest}: looking again for the newest valid checkpoint."
         )
-        found = find()
-        self.resume_at(0 if found is None else found.step)
-        return found
+        newer = find()
+        self.resume_at(0 if newer is None else newer.step)
+        return newer
 
     def _check_owner(self, is_retried: bool = True) -> None:
         """Raise RunFailure if another run has taken over the prefix, and another error if that cannot
@@ -250,7 +250,7 @@ class Uploads:
 
     def _choose(self) -> int:
         """Return the step of the checkpoint to upload next: the best, then the newest."""
-        bests = [saved.step for saved in self._waiting if saved.best_loss is not None]
+        bests = [saved.step for saved in self._waiting if saved.best_value is not None]
         newest = self._waiting[-1].step
         return min(newest, max(bests, default=newest))
 
@@ -323,8 +323,10 @@ class Uploads:
             if file.exists():
                 contents[name] = file.read_text()
         lines = contents.get("metrics.jsonl", "").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        return contents | {"metrics.jsonl": "".join(kept)}
+        log_lines = [
+            line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step
+        ]
+        return contents | {"metrics.jsonl": "".join(log_lines)}
 
     def _retried(self, put: Callable[[], None]) -> None:
         with_retries(put, self._given_up)
@@ -360,12 +362,12 @@ class Uploads:
     def _prune(self, newest: int) -> None:
         """Delete what keep_last does not keep: first the commit objects, then the files of older
         checkpoints without one, also those that an earlier run has uploaded in part."""
-        kept = [
-            SavedCheckpoint(step, commit.asked, commit.best_loss)
+        checkpoints = [
+            SavedCheckpoint(step, commit.is_requested, commit.best_value)
             for step, commit in sorted(self._commits.items(), reverse=True)
         ]
         try:
-            for step in surplus(kept, newest, self._keep_last)[1]:
+            for step in surplus(checkpoints, newest, self._keep_last)[1]:
                 self._retried(partial(self.store.delete, commit_name(step)))
                 del self._commits[step]
             names = self.store.sizes("checkpoints")
@@ -383,14 +385,14 @@ class Uploads:
         """Return the steps before `newest` that have files but no commit object. The listing alone
         does not show that: it may be old or truncated."""
         matches = filter(None, map(CHECKPOINT_OBJECT.fullmatch, names))
-        found = []
+        steps = []
         for step in sorted({int(match["step"]) for match in matches}):
             if step < newest and step not in self._commits and commit_name(step) not in names:
                 try:
                     self.store.get_text(commit_name(step))
                 except FileNotFoundError:
-                    found.append(step)
-        return found
+                    steps.append(step)
+        return steps
 
     # The end of a run
 

@@ -52,8 +52,8 @@ def _find_unless_marked(position_ids: torch.Tensor) -> torch.Tensor | None:
     """Do not look for packed samples in marked positions."""
     if _NEEDS_NO_MASK.get(position_ids, False):
         return None
-    found: torch.Tensor | None = originals["find_packed_sequence_indices"](position_ids)
-    return found
+    indices: torch.Tensor | None = originals["find_packed_sequence_indices"](position_ids)
+    return indices
 
 
 def _is_causal_as_marked(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:

@@ -2,7 +2,7 @@
 two steps. SIGUSR1 requests a checkpoint without a stop.
 
 Outside the loop a signal ends the process at once. Inside the loop it is only stored: every rank
-gathers `asked()` with its other numbers once per step, and `agreed()` of the gathered column gives
+gathers `request()` with its other numbers once per step, and `agreed()` of the gathered column gives
 the same answer on all ranks. An evaluation gathers it between batches, and sample answers between
 tokens (Ranks.check_stop).
 

@@ -145,11 +145,11 @@ def _with_echo(server: Server, model: str, probe: Probe) -> Answer:
     }
     choice = _choice(server.post(COMPLETIONS, content))
     count = len(probe.token_ids)
-    found = choice["logprobs"]["token_logprobs"]
-    if len(found) not in (count, count + 1):
+    values = choice["logprobs"]["token_logprobs"]
+    if len(values) not in (count, count + 1):
         return Answer()
-    scores = [_number(score) for score in found[1:count]]
-    following = _next_tokens(choice) if len(found) > count else ({}, {})
+    scores = [_number(score) for score in values[1:count]]
+    following = _next_tokens(choice) if len(values) > count else ({}, {})
     return Answer(scores, *following)
 
 
@@ -188,12 +188,12 @@ def _choice(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _next_tokens(choice: dict[str, Any]) -> tuple[dict[int, float], dict[str, float]]:
     """Return the log-probabilities of the generated token and its alternatives, by id and by text."""
-    found = choice.get("logprobs")
-    if not found:
+    logprobs = choice.get("logprobs")
+    if not logprobs:
         return {}, {}
-    if found.get("content"):  # llama.cpp's form, that of chats
-        return _by_name(found["content"][-1]["top_logprobs"])
-    by_text = found["top_logprobs"][-1]
+    if logprobs.get("content"):  # llama.cpp's form, that of chats
+        return _by_name(logprobs["content"][-1]["top_logprobs"])
+    by_text = logprobs["top_logprobs"][-1]
     entries = [{"token": name, "logprob": score} for name, score in by_text.items()]
     return _by_name(entries)
 
@@ -225,7 +225,7 @@ def _number(score: Any) -> float | None:
 def rendered_chat(server: Server, model: str, chat: ChatProbe) -> list[int] | int | None:
     """Return the token ids of a chat as the server renders it, or only their number; None if the
     server tells neither."""
-    asked = {
+    request = {
         **AS_COMPUTED,
         "model": model,
         "messages": chat.messages,
@@ -234,22 +234,22 @@ def rendered_chat(server: Server, model: str, chat: ChatProbe) -> list[int] | in
     }
     count: Any = None
     with suppress(Rejected):
-        answer = server.post("/v1/chat/completions", asked)
+        answer = server.post("/v1/chat/completions", request)
         if ids := _ids(answer.get("prompt_token_ids")):
             return ids
         usage = answer.get("usage")
         count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     with suppress(Rejected):
-        if ids := _ids(server.post("/tokenize", asked).get("tokens")):
+        if ids := _ids(server.post("/tokenize", request).get("tokens")):
             return ids
     with suppress(Rejected):  # llama.cpp
-        text = server.post("/apply-template", asked).get("prompt")
+        text = server.post("/apply-template", request).get("prompt")
         content = {"content": text, "add_special": False, "parse_special": True}
         if ids := _ids(server.post("/tokenize", content).get("tokens")):
             return ids
     return count if isinstance(count, int) and count > 0 else None
 
 
-def _ids(found: Any) -> list[int] | None:
-    is_list = isinstance(found, list) and all(isinstance(token, int) for token in found)
-    return found if is_list else None
+def _ids(tokens: Any) -> list[int] | None:
+    is_list = isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)
+    return tokens if is_list else None

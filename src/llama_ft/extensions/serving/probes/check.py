@@ -97,17 +97,17 @@ class ServerNumbers(NamedTuple):
 def compared(probes: Probes, answers: Sequence[Answer]) -> ServerNumbers:
     """Put the log-probabilities of a server next to those of a run. Raises UserError if none of its
     tokens is in a probe."""
-    found = ServerNumbers([], [])
+    numbers = ServerNumbers([], [])
     for probe, answer in zip(probes.probes, answers, strict=True):
         for score, (tuned, of_base) in zip(answer.scores, probe.scores.pairs(), strict=False):
             if score is not None:
-                found.prompts.append(Compared(score, tuned, of_base))
-        found.following.extend(_next_numbers(probe, answer))
-    if not found.prompts and not found.following:
+                numbers.prompts.append(Compared(score, tuned, of_base))
+        numbers.following.extend(_next_numbers(probe, answer))
+    if not numbers.prompts and not numbers.following:
         raise UserError(
             "--server: no log-probability of the server can be compared: its tokens are others."
         )
-    return found
+    return numbers
 
 
 def _judge_parts(probes: Probes, answers: Sequence[Answer]) -> Verdict:
@@ -181,20 +181,20 @@ def _compare_template(server: Server, model: str, probes: Probes, folder: Path) 
     if chat is None:
         return _Template()
     expected = list(chat.token_ids)
-    found = rendered_chat(server, model, chat)
-    if found is None:
+    rendering = rendered_chat(server, model, chat)
+    if rendering is None:
         return _Template(
             "chat template: not compared, the server does not tell the tokens of a chat."
         )
-    if found in (expected, len(expected)):
+    if rendering in (expected, len(expected)):
         return _Template(
             f"chat template: as in the fine-tuning ({plural(len(expected), 'token')})."
         )
-    if isinstance(found, int):
-        where = f"the server makes {plural(found, 'token')} of a chat, the fine-tuning {len(expected):,}"
+    if isinstance(rendering, int):
+        where = f"the server makes {plural(rendering, 'token')} of a chat, the fine-tuning {len(expected):,}"
     else:
-        same = os.path.commonprefix([found, expected])
-        where = f"the server's token {len(same) + 1} of a chat differs ({len(found):,} tokens, {len(expected):,})"
+        same = os.path.commonprefix([rendering, expected])
+        where = f"the server's token {len(same) + 1} of a chat differs ({len(rendering):,} tokens, {len(expected):,})"
     text = (
         f"chat template: {where}.\nThat of the fine-tuning is {folder / 'chat_template.jinja'} "
         "(vLLM and SGLang: --chat-template, llama.cpp: --chat-template-file)."

@@ -68,14 +68,14 @@ class WriteProbes(Part):
                     base = score_prompts(built, prompts, layout, run.ranks)
         if run.ranks.is_main:
             dtype = runtime.PRECISIONS[run.config.train.precision].compute
-            found = Probes(
+            probes = Probes(
                 is_adapter=built.adapter is not None,
                 dtype=str(dtype).removeprefix("torch."),
                 quantization=quantization_name(built.model) or None,
                 probes=make_probes(self._tokenizer, prompts, tuned, base),
                 chat=self._chat(run),
             )
-            found.save(run.directory / "model" / PROBES_FILE)
+            probes.save(run.directory / "model" / PROBES_FILE)
 
     def _chat(self, run: TrainingRun) -> ChatProbe | None:
         """Return a chat of the data up to its answer; None without one, with images, or if the
@@ -133,8 +133,8 @@ def make_probes(
 def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str | None:
     """Return the text that has exactly these tokens; None if there is none."""
     text = str(tokenizer.decode(ids))
-    found = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return text if list(found) == ids else None
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text if list(tokens) == ids else None
 
 
 def can_turn_off(built: BuiltModel) -> bool:
@@ -173,7 +173,7 @@ def score_prompts(
         batch = _batch(group, layout)
         losses = target_losses(built, batch, ranks.device, keep, per_token=True).losses
         of_tokens = (-losses.float()).cpu().split(lengths)
-        for own, following in zip(of_tokens, keep.kept, strict=True):
+        for own, following in zip(of_tokens, keep.last_ones, strict=True):
             scores.append(PromptScores(own[:-1], following))
     return scores
 
@@ -187,7 +187,7 @@ class _KeepLast:
     """
 
     def __init__(self, ends: Sequence[int]) -> None:
-        self.kept = list[torch.Tensor]()
+        self.last_ones = list[torch.Tensor]()
         self._ends = ends
         self._seen = 0
 
@@ -197,7 +197,7 @@ class _KeepLast:
         for end in self._ends:
             if before < end <= self._seen:
                 at_end = logits[end - before - 1].float()
-                self.kept.append(log_softmax(at_end, dim=-1).cpu())
+                self.last_ones.append(log_softmax(at_end, dim=-1).cpu())
         return cross_entropy(logits, targets)
 
 
@@ -240,16 +240,16 @@ def _find_prompts(run: TrainingRun, longest: int) -> list[list[int]]:
     """Return the first tokens of samples without media: of the validation sets in turn, else of the
     training data."""
     sources = list(run.dataset.validations.values()) or [run.batches.first_samples()]
-    found = dict[tuple[int, ...], None]()
+    prompts = dict[tuple[int, ...], None]()
     for index in range(SEARCHED_SAMPLES):
         for samples in sources:
-            if index >= len(samples) or len(found) == PROBES:
+            if index >= len(samples) or len(prompts) == PROBES:
                 continue
             sample = samples[index]
             ids = tuple(sample["input_ids"][:longest])
             if len(ids) >= FEWEST_TOKENS and not sample.get("media"):
-                found[ids] = None
-    return [list(ids) for ids in found]
+                prompts[ids] = None
+    return [list(ids) for ids in prompts]
 
 
 def _most_likely(following: torch.Tensor) -> list[int]:

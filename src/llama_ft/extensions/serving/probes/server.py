@@ -122,15 +122,15 @@ class Server:
             answer = json.loads(text)
         except (ValueError, RecursionError):
             return ""
-        found = answer
+        message = answer
         for name in ("error", "message", "detail"):
-            if isinstance(found, dict) and name in found:
-                found = found[name]
-        if not isinstance(found, str):
+            if isinstance(message, dict) and name in message:
+                message = message[name]
+        if not isinstance(message, str):
             return ""
         if self._key:
-            found = found.replace(self._key, "***")
-        return mask_secrets(" ".join(found.split()))[:TEXT_SHOWN].rstrip(".")
+            message = message.replace(self._key, "***")
+        return mask_secrets(" ".join(message.split()))[:TEXT_SHOWN].rstrip(".")
 
     def _too_slow(self, address: str) -> UserError:
         seconds = self._timeout_seconds

@@ -92,14 +92,14 @@ def judge(numbers: Iterable[Compared], quantization: str | None) -> Verdict:
     from_base = fmean(abs(server) for _, server in pairs)
     squares = sum(tuned * tuned for tuned, _ in pairs)
     share = sum(tuned * server for tuned, server in pairs) / squares if squares else 0.0
-    found: Weights | None = None
+    measured: Weights | None = None
     if effect >= SMALLEST_EFFECT:
-        found = Weights.OTHER
+        measured = Weights.OTHER
         if _is_close(mean, share - 1, effect, noise):
-            found = Weights.FINE_TUNED
+            measured = Weights.FINE_TUNED
         elif _is_close(from_base, share, effect, noise):
-            found = Weights.BASE
-    return Verdict(found, len(numbers), largest, largest_of_base, mean, effect, share)
+            measured = Weights.BASE
+    return Verdict(measured, len(numbers), largest, largest_of_base, mean, effect, share)
 
 
 def _is_close(distance: float, share: float, effect: float, noise: float) -> bool:
