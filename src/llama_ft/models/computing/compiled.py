@@ -70,15 +70,15 @@ class _Graphs:
         self._kinds = kinds
         # {training, evaluation} x {adapter on, off}, and inputs that need no gradient
         self._expected = 4 * kinds + 4
-        self._made = 0
+        self._count = 0
 
     def __call__(self, layer: nn.Module, *args: Any, **keywords: Any) -> Any:
         before = counters["stats"]["unique_graphs"]
         output = self._compiled(layer, *args, **keywords)
-        self._made += counters["stats"]["unique_graphs"] - before
-        if self._made > self._expected:
+        self._count += counters["stats"]["unique_graphs"] - before
+        if self._count > self._expected:
             log.warning(
-                f"--compile: {self._made} graphs were made for {plural(self._kinds, 'kind')} of layers, at most "
+                f"--compile: {self._count} graphs were made for {plural(self._kinds, 'kind')} of layers, at most "
                 f"{self._expected} are expected, and each takes time. TORCH_LOGS=recompiles logs the reasons."
             )
             self._expected = sys.maxsize
