@@ -175,7 +175,7 @@ def build(folder: Path, job: Ranks, packed: bool) -> models.BuiltModel:
     if packed:
         built.mixers = models.use_packed_attention(built)
     models.set_storage_dtypes(built.model, precision)
-    models.apply_fsdp(built, job.mesh, FSDPConfig(), precision)
+    built.sharding = models.apply_fsdp(built, job.mesh, FSDPConfig(), precision)
     models.load_weights(built, job, models.LoadSettings(PeftConfig(), 0, precision.frozen))
     return built
 

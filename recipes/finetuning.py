@@ -71,11 +71,12 @@ def main(**flags: str) -> None:
         built = build_model(inputs.request, ranks, setup.memory)
         pack_length = inputs.batches.layout.pack_length
         if pack_length is not None:
-            # Samples must not see each other: compare a few with samples alone. It may turn off the
-            # chunked loss.
+            # Samples must not see each other: compare a few with samples alone.
             first = inputs.batches.first_samples()
             dtype = runtime.PRECISIONS[config.train.precision].compute
-            training.check_packing(built, first, pack_length, dtype, ranks, dataset.media)
+            built.has_chunked_loss = training.check_packing(
+                built, first, pack_length, dtype, ranks, dataset.media
+            )
 
         with open_run(setup, inputs, built, parts) as run:
             if first_pass:
@@ -90,13 +91,12 @@ def build_model(
     request: models.ModelRequest, ranks: Ranks | None, memory: PhaseMonitor
 ) -> models.BuiltModel:
     """Build the model on the meta device, add adapters, shard it, and then load weights, each rank
-    its own rows. `built` collects what later steps need of earlier ones.
+    its own rows. Steps return what later ones need, and `built` collects it.
 
     It builds every model: to train, as a reference, for a plan, to answer and to evaluate; for an
     export, without ranks, only on the meta device.
     """
     config = request.config
-    precision = request.precision
     report = log.debug if request.purpose == "read" else log.info
     quantization = models.choose_quantization(
         config.quantization, request.model_config, request.has_frozen_base
@@ -128,11 +128,11 @@ def build_model(
     if ranks is None:
         return built
 
-    models.set_storage_dtypes(model, precision)
+    models.set_storage_dtypes(model, request.precision)
     if request.is_sharded:
-        built.units = models.apply_fsdp(built, ranks.mesh, config.fsdp, precision)
+        built.sharding = models.apply_fsdp(built, ranks.mesh, config.fsdp, request.precision)
         if ranks.world_size > 1:  # a single process does not shard
-            report(models.unit_table(built.units))
+            report(models.unit_table(built.sharding.units))
 
     if request.purpose == "train":
         training.check_own_optimizer(model, config.train)  # --optimizer file.py:function

@@ -60,7 +60,9 @@ if __name__ == "__main__":
             batch = data.collate(own, range(len(lengths)), 0, is_packed)
             # each architecture once
             if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:
-                training.check_packing(built, own, 256, torch.float32, ranks)
+                built.has_chunked_loss = training.check_packing(
+                    built, own, 256, torch.float32, ranks
+                )
             optimizer = training.build_optimizer(model, config.train)
             model.train()
             objective = training.SupervisedFineTuning()

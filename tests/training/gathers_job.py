@@ -30,7 +30,7 @@ def run(strategy: str, is_early: bool, ranks: runtime.Ranks) -> dict[str, Any]:
     config = FSDPConfig(enable_fsdp=True, sharding_strategy=strategy)
     target = runtime.Target("cuda" if is_early else "cpu", backend="gloo")
     with runtime.computing_on(target):
-        built.units = apply_fsdp(built, ranks.mesh, config, runtime.PRECISIONS["fp32"])
+        built.sharding = apply_fsdp(built, ranks.mesh, config, runtime.PRECISIONS["fp32"])
     optimizer = training.build_optimizer(built.model, settings("fp32"))
     numbers = train(built, optimizer, "fp32", range(1), ranks, reduce_last_only=False)
     gather = gloo.GlooAllGather.__call__
@@ -44,7 +44,7 @@ def run(strategy: str, is_early: bool, ranks: runtime.Ranks) -> dict[str, Any]:
         "numbers": numbers,
         "weights": weights,
         "gathers": gathers.call_count,
-        "units": len(built.units),
+        "units": len(built.sharding.units),
         "micro_batches": micro_batches,
     }
 

@@ -54,7 +54,7 @@ def build(precision: str, ranks: runtime.Ranks) -> tuple[BuiltModel, torch.optim
     built = BuiltModel(model)
     fsdp = FSDPConfig(enable_fsdp=True, sharding_strategy="NO_SHARD")
 
-    built.units = apply_fsdp(built, ranks.mesh, fsdp, dtypes)
+    built.sharding = apply_fsdp(built, ranks.mesh, fsdp, dtypes)
     return built, training.build_optimizer(model, settings(precision))
 
 

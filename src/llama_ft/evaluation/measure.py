@@ -111,7 +111,9 @@ def measure_loss(
     if is_packed:
         built.mixers = models.use_packed_attention(built)
         first = next(iter(sets.values()))
-        training.check_packing(built, first, context_length, model.dtype, ranks, tokenized.media)
+        built.has_chunked_loss = training.check_packing(
+            built, first, context_length, model.dtype, ranks, tokenized.media
+        )
     layout = data.BatchLayout(
         data_size=ranks.data.size,
         data_rank=ranks.data.rank,

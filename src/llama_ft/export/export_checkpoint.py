@@ -73,7 +73,7 @@ from llama_ft.models.base.source import (
 )
 from llama_ft.models.built import Adapter, settings_to_read
 from llama_ft.models.model_config import untie
-from llama_ft.models.weights.conversion import open_source, saved_layout
+from llama_ft.models.weights.conversion import open_model_weights, saved_layout
 from llama_ft.models.weights.load_weights import account_for
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.runtime import log
@@ -255,7 +255,8 @@ class Exporter:
         exporter._changes()  # reports unsupported kinds of layers before their tensors are compared
         copies = check_saved_adapter(trained.tensors, built.model, adapter, file, str(base))
         if copies:
-            problem = differing_copies(file, copies, built.model, open_source(base, built))
+            stored = open_model_weights(base, built).source
+            problem = differing_copies(file, copies, built.model, stored)
             if problem:
                 raise UserError(problem)
             log.info(left_out(file, copies))
@@ -328,7 +329,7 @@ class Exporter:
         is changed."""
         self._check_merge()
         model = self.built.model
-        base = open_source(self.base, self.built)
+        base, conversions = open_model_weights(self.base, self.built)
         changes = self._changes()
         trained = self._trained_keys()
         keys = account_for(model, base.tensors, self.base)
@@ -379,7 +380,7 @@ class Exporter:
                 start += len(block) if block.dim() else 1
 
         # Only the shapes of these tensors are used.
-        layout = saved_layout(self.built, tensors)  # type: ignore[arg-type]
+        layout = saved_layout(model, conversions, tensors)  # type: ignore[arg-type]
         untouched = {name: header for name, header in base.tensors.items() if header.is_untouched}
         written |= {name: (name, None) for name in untouched}
         return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)

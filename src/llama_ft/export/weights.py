@@ -44,7 +44,7 @@ from llama_ft.models.base.source import (
     listed,
 )
 from llama_ft.models.built import Adapter
-from llama_ft.models.weights.conversion import SavedGroup, open_source, saved_layout
+from llama_ft.models.weights.conversion import SavedGroup, open_model_weights, saved_layout
 from llama_ft.models.weights.load_weights import account_for
 from llama_ft.runtime import Ranks, log
 
@@ -240,10 +240,10 @@ def export_model(
     from_base |= stored.untouched.keys()
     base_rows = None
     if ranks.is_main and from_base:
-        base = open_source(source, built)
+        base = open_model_weights(source, built).source
         base_rows = stored_rows(base, account_for(model, base.tensors, source))
     rows = _gathered(tensors, ranks, from_base, base_rows)
-    layout = saved_layout(built, tensors)
+    layout = saved_layout(model, stored.conversions, tensors)
     dtype = save_dtype(settings.save_dtype)
     weights = SavedWeights(tensors, rows, dtype, stored.dtypes, layout, stored.untouched)
 

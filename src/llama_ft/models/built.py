@@ -1,7 +1,8 @@
 """A model, and what the steps that build it tell each other and the rest of the run.
 
-The recipe's `build_model` fills it from top to bottom. Nothing of it is stored on the model itself,
-except in the model's config.
+A building step changes modules of the model in place, and returns what others must know. Whoever
+calls it assigns that to a field of `BuiltModel`: the recipe's `build_model`, from top to bottom. No
+step sets a field. Nothing is stored on the model itself, except in the model's config.
 """
 
 from collections.abc import Callable
@@ -127,6 +128,8 @@ class StoredModel:
     dtypes: dict[str, torch.dtype]  # of the model's parameters and stored buffers, by their names
     # tensors that are not part of the model, by their names in the checkpoint; copied unchanged
     untouched: dict[str, StoredTensor]
+    # those of `BuiltModel.conversions` that the checkpoint needs; an export undoes them
+    conversions: list[WeightTransform] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,19 @@ class Unit:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How FSDP shards a model."""
+
+    units: list[Unit] = field(default_factory=list)
+    # modules whose unit stays unsharded between the micro-batches of a step
+    kept_unsharded: list[nn.Module] = field(default_factory=list)
+
+
 @dataclass
 class BuiltModel:
-    """A model, from the meta device to its loaded shards. Each field is set by one building step.
+    """A model, from the meta device to its loaded shards. Each field is the result of the step that
+    is named there.
 
     A plain model of Transformers can be wrapped as it is: the defaults are those of a model without
     new tokens, score head, packing, adapter and chunked loss.
@@ -152,8 +165,8 @@ class BuiltModel:
     model: PreTrainedModel
     # directory of the base model, for its weights and its other files
     folder: Path = Path()
-    # By build_on_meta: how Transformers converts the tensors of the checkpoint's class. Opening a
-    # checkpoint keeps those that it needs.
+    # By build_on_meta, up to has_score: how Transformers converts the tensors of the checkpoint's
+    # class
     conversions: list[WeightTransform] = field(default_factory=list)
     left_out: LeftOut = LeftOut([], {})  # what the text part of a multimodal model lacks
     # Names of the outermost modules and parameters of a multimodal model outside of its text part:
@@ -169,10 +182,8 @@ class BuiltModel:
     )
     router_coefficient: float = 0.0  # use_router_loss; 0: the loss is not computed
     adapter: Adapter | None = None  # inject_lora
-    has_chunked_loss: bool = False  # use_chunked_loss; check_packing may turn it off
-    units: list[Unit] = field(default_factory=list)  # apply_fsdp
-    # by apply_fsdp: modules whose unit stays unsharded between the micro-batches of a step
-    kept_unsharded: list[nn.Module] = field(default_factory=list)
+    has_chunked_loss: bool = False  # use_chunked_loss; check_packing may find that it differs
+    sharding: Sharding = Sharding()  # apply_fsdp
     stored: StoredModel = StoredModel({}, {})  # load_weights
 
     @property

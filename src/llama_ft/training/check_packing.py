@@ -41,10 +41,10 @@ def check_packing(
     dtype: torch.dtype,
     ranks: Ranks,
     media: Media | None = None,
-) -> None:
+) -> bool:
     """Compare the logits of a few packed samples with those of each sample alone by Transformers'
-    own attention. If they differ, run more of the model sample by sample. Compare the chunked loss
-    with that of all logits. If that differs, disable the chunked loss.
+    own attention. If they differ, run more of the model sample by sample. Return whether the model
+    has a chunked loss that is the loss of all logits.
 
     Args:
         built: the loaded model in training mode. All ranks must call it.
@@ -95,10 +95,10 @@ def check_packing(
                 f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding."
             )
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
-    if built.has_chunked_loss:
-        _check_chunked_loss(built, compared.packed(), positions, packed)
+    has_chunked_loss = _has_exact_chunked_loss(built, compared.packed(), positions, packed)
     free_unsharded(model)
     model.train()
+    return has_chunked_loss
 
 
 class ComparedSamples(Protocol):
@@ -179,21 +179,24 @@ def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> floa
     return max(differences)
 
 
-def _check_chunked_loss(
+def _has_exact_chunked_loss(
     built: BuiltModel, inputs: dict[str, Any], positions: torch.Tensor, packed: torch.Tensor
-) -> None:
-    """Disable the chunked loss if it is not the loss of the logits of packed samples."""
+) -> bool:
+    """Return whether there is a chunked loss, and it is that of the logits of packed samples."""
     model = built.model
+    if not built.has_chunked_loss:
+        return False
     targets = inputs["input_ids"][0].roll(-1)[positions]
     with without_graphs(model):
         chunked = model(**inputs, positions=positions, targets=targets)[0].item()
     of_logits = F.cross_entropy(packed, targets, reduction="sum").item()
-    if not math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS):
-        built.has_chunked_loss = False
+    is_equal = math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS)
+    if not is_equal:
         log.warning(
             f"Chunked cross-entropy is off, which takes more memory: with {type(model).__name__} it gives "
             f"{chunked:g}, and the full logits give {of_logits:g}."
         )
+    return is_equal
 
 
 def _check_values(built: BuiltModel, alone: list[torch.Tensor]) -> None:

@@ -95,7 +95,7 @@ def micro_batches(
         sharded.set_requires_gradient_sync(is_last or not loop.reduce_last_only)
         # copies of the model (replicate) need the sum only once
         sharded.set_requires_all_reduce(is_last)
-        for module in built.kept_unsharded:
+        for module in built.sharding.kept_unsharded:
             cast(FSDPModule, module).set_reshard_after_backward(is_last, recurse=False)
         yield batch
     sum_over_replicas(built.model, ranks.mesh)

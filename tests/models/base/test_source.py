@@ -21,7 +21,7 @@ from llama_ft.models.base.source import (
     fingerprint,
     open_weights,
 )
-from llama_ft.models.weights.conversion import ConvertedSource, open_source
+from llama_ft.models.weights.conversion import ConvertedSource, open_model_weights
 from llama_ft.models.weights.load_weights import account_for
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
@@ -58,7 +58,7 @@ def skeleton(folder: Path) -> BuiltModel:
 def check_against_transformers(folder: Path) -> None:
     """Every parameter, whole and in uneven parts."""
     model = skeleton(folder)
-    source = open_source(folder, model)
+    source = open_model_weights(folder, model).source
     keys = account_for(model.model, source.tensors, folder)
     expected = dict(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_already_has_the_models_layout_is_not_converted(tmp_pa
     model.save_pretrained(folder, save_original_format=False)
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(folder / "model.safetensors")
     check_against_transformers(folder)
-    assert isinstance(open_source(folder, skeleton(folder)), SafetensorsSource)
+    assert isinstance(open_model_weights(folder, skeleton(folder)).source, SafetensorsSource)
 
 
 def nested(name: str) -> str:
@@ -168,7 +168,7 @@ def test_a_missing_expert_is_rejected(tmp_path: Path) -> None:
         UserError,
         match=r"experts.gate_up_proj is \[4, 96, 32\], config.json makes it \[5, 96, 32\]",
     ):
-        account_for(model.model, open_source(folder, model).tensors, folder)
+        account_for(model.model, open_model_weights(folder, model).source.tensors, folder)
 
 
 def test_a_fingerprint_changes_with_weights_and_settings(tmp_path: Path) -> None:

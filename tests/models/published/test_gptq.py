@@ -15,7 +15,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, choose_quantization, load_model_config
 from llama_ft.models.published.quantization_config import remove_quantization_config
 from llama_ft.models.published.sources import describe_published, open_dequantized
-from llama_ft.models.weights.conversion import open_source
+from llama_ft.models.weights.conversion import open_model_weights
 from llama_ft.models.weights.load_weights import account_for
 
 GROUP = 32
@@ -129,7 +129,7 @@ def test_biases_of_zeros_that_the_layers_lack_are_left_out(tmp_path: Path) -> No
         config = load_model_config(folder, False)
         remove_quantization_config(config)
         built = build_on_meta(config, ModelConfig(model_name=str(folder)), folder=folder)
-        source = open_source(folder, built)
+        source = open_model_weights(folder, built).source
         biases = [name for name in source.tensors if name.endswith(".bias")]
         if value == 0.0:
             assert not biases

@@ -24,7 +24,7 @@ from llama_ft.models import BuiltModel, build_on_meta, load_model_config
 from llama_ft.models.published.formats import published_format
 from llama_ft.models.published.quantization_config import remove_quantization_config
 from llama_ft.models.published.sources import describe_published, open_dequantized
-from llama_ft.models.weights.conversion import open_source
+from llama_ft.models.weights.conversion import open_model_weights
 from llama_ft.models.weights.load_weights import account_for
 
 Tensors = dict[str, torch.Tensor]
@@ -166,7 +166,7 @@ def skeleton(folder: Path) -> BuiltModel:
 def check(folder: Path, expected: PreTrainedModel) -> None:
     """Compare every parameter with Transformers', whole and in uneven blocks of rows."""
     built = skeleton(folder)
-    source = open_source(folder, built)
+    source = open_model_weights(folder, built).source
     keys = account_for(built.model, source.tensors, folder)
     parameters = dict(expected.named_parameters())
     assert keys.keys() == parameters.keys()
@@ -336,7 +336,7 @@ def test_scales_without_their_quantization_config_are_named(
     config = load_model_config(tmp_path, False)
     remove_quantization_config(config)
     built = build_on_meta(config, ModelConfig(model_name=str(tmp_path)), folder=tmp_path)
-    source = open_source(tmp_path, built)
+    source = open_model_weights(tmp_path, built).source
     expected = r"(?s)not part of the model: .*_scale_inv.*quantization_config.*Download"
     with pytest.raises(UserError, match=expected):
         account_for(built.model, source.tensors, tmp_path)
@@ -389,7 +389,7 @@ def test_an_expert_that_is_missing_is_named_with_its_file(tmp_path: Path) -> Non
         r"model.safetensors: the tensors for .*gate_up_proj.* 3 of .*gate_proj.*, 2 of .*up_p"
     )
     with pytest.raises(UserError, match=expected):
-        open_source(folder, skeleton(folder))
+        open_model_weights(folder, skeleton(folder))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -35,7 +35,7 @@ from llama_ft.models.base.source import open_weights
 from llama_ft.models.published.weight_format import StoredScheme
 from llama_ft.models.quantization.choice import quantize_linears
 from llama_ft.models.quantization.layers import QuantizedLinear, quantized_weights
-from llama_ft.models.weights.conversion import open_source
+from llama_ft.models.weights.conversion import open_model_weights
 from llama_ft.models.weights.load_weights import account_for
 
 AS_STORED = QuantizationConfig(mode="as_stored")
@@ -56,7 +56,7 @@ def build(folder: Path, settings: QuantizationConfig = AS_STORED) -> tuple[Built
 def dequantized(folder: Path, built: BuiltModel, parts: int = 37) -> Tensors:
     """Read the weights that stay as stored, a few rows at a time, and dequantize them as a layer
     does."""
-    source = open_source(folder, built)
+    source = open_model_weights(folder, built).source
     keys = account_for(built.model, source.tensors, folder)
     files = open_weights(folder)
     names = {id(parameter): name for name, parameter in built.model.named_parameters()}
@@ -165,7 +165,7 @@ def test_a_layer_in_16_bits_that_config_json_does_not_exclude_is_named(tmp_path:
 
     folder = broken(tmp_path, change)
     built, _ = build(folder)
-    source = open_source(folder, built)
+    source = open_model_weights(folder, built).source
     expected = rf"cannot keep {WEIGHT} is torch.bfloat16 and not quantized.\n.*--skip_modules"
     with pytest.raises(UserError, match=expected):
         account_for(built.model, source.tensors, folder)
@@ -177,7 +177,7 @@ def test_another_type_of_8_bits_is_named(tmp_path: Path) -> None:
     codes = torch.randn(384, 256).to(torch.float8_e5m2)
     folder = broken(tmp_path, lambda tensors: tensors.update({WEIGHT: codes}))
     built, _ = build(folder)
-    source = open_source(folder, built)
+    source = open_model_weights(folder, built).source
     with pytest.raises(UserError, match=rf"cannot keep {WEIGHT} is not FP8 \(e4m3\)"):
         account_for(built.model, source.tensors, folder)
 
@@ -238,7 +238,7 @@ def test_experts_in_fp8_under_one_name_each_are_read_in_16_bits(tmp_path: Path) 
     built, text = build(folder)
     unchanged = text.partition("not quantized: ")[2]
     assert "mlp.experts.gate_up_proj" in unchanged and "mlp.experts.down_proj" in unchanged
-    keys = account_for(built.model, open_source(folder, built).tensors, folder)
+    keys = account_for(built.model, open_model_weights(folder, built).source.tensors, folder)
     assert keys["model.layers.0.mlp.experts.down_proj"]
 
 
@@ -253,6 +253,6 @@ def test_stacked_codes_of_other_files_are_not_taken_for_the_same_weight(tmp_path
     tensors[name] = torch.zeros(experts, blocks * 32, rows, dtype=torch.bfloat16)
     save_file(tensors, file, {"format": "pt"})
     built, _ = build(folder)
-    source = open_source(folder, built)
+    source = open_model_weights(folder, built).source
     with pytest.raises(UserError, match=rf"cannot keep {name} is torch.bfloat16 and not quantized"):
         account_for(built.model, source.tensors, folder)

@@ -117,8 +117,8 @@ def test_layers_that_share_weights_stay_in_the_root_unit(runtime: Ranks) -> None
     model.load_state_dict(plain.state_dict())
     # offloaded, so that one process has units in fp32
     settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
-    units = apply_fsdp(BuiltModel(model), runtime.mesh, settings, PRECISIONS["fp32"])
-    assert [unit.name for unit in units] == ["model.layers.0", "model.layers.2", ""]
+    sharding = apply_fsdp(BuiltModel(model), runtime.mesh, settings, PRECISIONS["fp32"])
+    assert [unit.name for unit in sharding.units] == ["model.layers.0", "model.layers.2", ""]
     ids = torch.arange(20).view(2, 10)
     for each in (plain, model):
         each(input_ids=ids, labels=ids).loss.backward()

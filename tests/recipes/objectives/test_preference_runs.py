@@ -15,7 +15,7 @@ from training.objectives.test_preferences import expected as of_formulas
 from llama_ft import models
 from llama_ft.config import ModelConfig
 from llama_ft.data import Encoder, two_examples
-from llama_ft.models.weights.conversion import open_source
+from llama_ft.models.weights.conversion import open_model_weights
 
 INFERENCE = RECIPE.with_name("inference.py")
 EVALUATE = RECIPE.with_name("evaluate.py")
@@ -200,7 +200,9 @@ def test_a_reward_model_has_the_losses_of_plain_transformers(
     model = reward_models.untrained(tiny_model)
     skeleton_config = models.load_model_config(folder / "reward" / "model", False)
     skeleton = models.build_on_meta(skeleton_config, ModelConfig(model_name="mine"))
-    model.score.weight.data = open_source(tiny_model, skeleton, seed=42).read("score.weight")
+    model.score.weight.data = open_model_weights(tiny_model, skeleton, seed=42).source.read(
+        "score.weight"
+    )
     first = reward_models.loss(model, folder / "validation.jsonl").item()
     for name in REWARDS:
         assert metrics(folder / name)[0]["eval/loss"] == pytest.approx(first, rel=1e-5)

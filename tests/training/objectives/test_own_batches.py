@@ -52,7 +52,7 @@ def test_own_batches_are_trained_on_and_counted(
         built = BuiltModel(load_model(tiny_model).train())
         if step is None:
             step = LearnsItsAnswer(config).batches(planned, built, runtime)
-        built.units = apply_fsdp(built, runtime.mesh, FSDPConfig(), runtimes.PRECISIONS["fp32"])
+        built.sharding = apply_fsdp(built, runtime.mesh, FSDPConfig(), runtimes.PRECISIONS["fp32"])
         optimizer = torch.optim.SGD(built.model.parameters(), lr=0.1)
         loop = LoopState(config, LossScale(1.0), runtime.device)
         outcome = finetuning.train_step(built, objective, optimizer, step, loop, runtime)

@@ -25,7 +25,7 @@ from llama_ft.models import (
     use_packed_attention,
 )
 from llama_ft.models.architecture.score_head import WEIGHT, add_score
-from llama_ft.models.weights.conversion import open_source
+from llama_ft.models.weights.conversion import open_model_weights
 from llama_ft.training.objectives.reward import RewardModeling
 
 SHAPE = {
@@ -100,7 +100,7 @@ def scored(folder: Path, **changes: Any) -> BuiltModel:
 
 
 def head(folder: Path, skeleton: BuiltModel, seed: int) -> torch.Tensor:
-    return open_source(folder, skeleton, seed).read(WEIGHT)
+    return open_model_weights(folder, skeleton, seed).source.read(WEIGHT)
 
 
 def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
@@ -116,12 +116,12 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
     assert first.dtype == torch.bfloat16
     assert 0.2 < first.float().std().item() < 0.4
     assert (
-        open_source(tmp_path / "lm", skeleton).tensors.keys()
+        open_model_weights(tmp_path / "lm", skeleton).source.tensors.keys()
         == dict(skeleton.model.named_parameters()).keys()
     )
     model.save_pretrained(tmp_path / "scored")
     assert torch.equal(
-        open_source(tmp_path / "scored", scored(tmp_path / "scored")).read(WEIGHT),
+        open_model_weights(tmp_path / "scored", scored(tmp_path / "scored")).source.read(WEIGHT),
         model.score.weight,
     )
     quantization = choose_quantization(

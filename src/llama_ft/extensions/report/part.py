@@ -27,5 +27,5 @@ class ReportFacts(Part):
             data=run.dataset.facts(),
             attempts=run.description["attempts"],
             total_steps=run.batches.total_steps,
-            units=[dataclasses.asdict(unit) for unit in run.built.units],
+            units=[dataclasses.asdict(unit) for unit in run.built.sharding.units],
         )

@@ -27,7 +27,7 @@ from llama_ft.errors import UserError
 from llama_ft.models.adapters.lora_linear import cast_where_used
 from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.torch_2_11 import allow_integers
-from llama_ft.models.built import BuiltModel, Unit
+from llama_ft.models.built import BuiltModel, Sharding, Unit
 from llama_ft.models.quantization.layers import weight_counts
 from llama_ft.models.sharding.dtypes import fp32_modules
 from llama_ft.runtime.devices import Precision
@@ -36,10 +36,10 @@ from llama_ft.runtime.target import current_target
 
 def apply_fsdp(
     built: BuiltModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
-) -> list[Unit]:
-    """Apply fully_shard to the modules of the wrap policy, then to the root. Returns the FSDP
-    units, root last. Raises UserError if the policy finds no decoder layer class. Without
-    enable_fsdp, units only limit what is cast at once.
+) -> Sharding:
+    """Apply fully_shard to the modules of the wrap policy, then to the root. Return the FSDP units,
+    root last. Raises UserError if the policy finds no decoder layer class. Without enable_fsdp,
+    units only limit what is cast at once.
 
     Args:
         built: the model on the meta device, with adapters and packed attention.
@@ -78,8 +78,6 @@ def apply_fsdp(
             reshard_after_forward=not is_kept and module not in last_ones,
         )
     shard_one(model, mp_policy=policy, reshard_after_forward=False)
-    # The root is unsharded first in the next forward pass, so keeping it takes no more memory.
-    built.kept_unsharded = [*modules, model] if is_kept else [model]
     # On a GPU the next unit can be all-gathered while one computes.
     if mesh["shard"].size() > 1 and current_target().is_cuda:
         for layer, following in pairwise(layers):
@@ -93,7 +91,8 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             if gloo.is_over_gloo(mesh):
                 gloo.use_gloo_collectives(module)
-    return units
+    # The root is unsharded first in the next forward pass, so keeping it takes no more memory.
+    return Sharding(units, kept_unsharded=[*modules, model] if is_kept else [model])
 
 
 def _used_as_stored(

@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.core_model_loading import (
@@ -57,23 +57,30 @@ COUNT_OF_UNUSED = re.compile("num.*(nextn|mtp)|(nextn|mtp).*num")
 NAMED_LAYER = re.compile(r"(^|\.)(mtp|nextn)[^.]*\.")
 
 
-def open_source(folder: Path, built: BuiltModel, seed: int = 0) -> WeightSource:
+class OpenedWeights(NamedTuple):
+    """Weights that are open for reading."""
+
+    source: WeightSource  # under the model's own names and in its shapes
+    conversions: list[WeightTransform]  # those of `BuiltModel.conversions` that they need
+
+
+def open_model_weights(folder: Path, built: BuiltModel, seed: int = 0) -> OpenedWeights:
     """Open the weights of a model directory under the model's own names and in its shapes, reading
-    headers only. The conversions that it needs remain in `built.conversions`. `seed` is for the
-    first values of a score head. Raises UserError if the weights are missing, unreadable or cannot
-    be converted."""
-    return converted_source(open_dequantized(folder), built, seed)
+    headers only. `seed` is for the first values of a score head. Raises UserError if the weights are
+    missing, unreadable or cannot be converted."""
+    return convert_weights(open_dequantized(folder), built, seed)
 
 
-def converted_source(source: WeightSource, built: BuiltModel, seed: int = 0) -> WeightSource:
-    """Return the tensors of a source under the model's own names; see `open_source`."""
+def convert_weights(source: WeightSource, built: BuiltModel, seed: int = 0) -> OpenedWeights:
+    """Return the tensors of a source under the model's own names; see `open_model_weights`."""
     converted = ConvertedSource(source, built)
-    built.conversions = converted.used
     if not converted.changes_nothing:
         source = converted
     if built.grown is not None:
         source = GrownSource(source, built.grown)
-    return ScoredSource(source, built.model, seed) if built.has_score else source
+    if built.has_score:
+        source = ScoredSource(source, built.model, seed)
+    return OpenedWeights(source, converted.used)
 
 
 class ConvertedSource(WeightSource):
@@ -261,15 +268,19 @@ class SavedGroup:
         return list(self.group.convert(values.__getitem__).values())
 
 
-def saved_layout(built: BuiltModel, tensors: dict[str, torch.Tensor]) -> list[SavedGroup]:
+def saved_layout(
+    model: PreTrainedModel,
+    conversions: list[WeightTransform],
+    tensors: dict[str, torch.Tensor],
+) -> list[SavedGroup]:
     """Return the layout in which Transformers' revert_weight_conversion would save `tensors`, the
-    parameters and persistent buffers of a loaded model: every conversion of its checkpoint is
+    parameters and persistent buffers of a loaded model: all `conversions` of its checkpoint are
     undone. Only shapes are used."""
-    transforms = [transform.reverse_transform() for transform in reversed(built.conversions)]
+    transforms = [transform.reverse_transform() for transform in reversed(conversions)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     converter_of = _by_pattern(converters)
-    context = _context(built.model)
+    context = _context(model)
     groups = dict[str, _Group | str]()
     for name in tensors if not converters else sorted(tensors, key=dot_natural_key):
         target, pattern = apply_converters(name, converters)

@@ -90,7 +90,7 @@ def load_weights(built: BuiltModel, ranks: Ranks, settings: LoadSettings) -> Sto
         settings: see LoadSettings.
 
     Returns:
-        The dtypes in the checkpoint, and its tensors that are not loaded.
+        The dtypes in the checkpoint, its tensors that are not loaded, and its conversions.
 
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
@@ -133,7 +133,7 @@ def load_weights(built: BuiltModel, ranks: Ranks, settings: LoadSettings) -> Sto
             keys[name] = key
     dtypes = {name: loader.headers[key].dtype for name, key in keys.items()}
     untouched = {name: header for name, header in loader.headers.items() if header.is_untouched}
-    return StoredModel(dtypes, untouched)
+    return StoredModel(dtypes, untouched, loader.conversions)
 
 
 def _open_saved_adapter(

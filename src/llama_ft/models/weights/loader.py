@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from transformers.core_model_loading import WeightTransform
 
 from llama_ft.models.base.shards import ShardGroup, row_ranges, wait_for_device
 from llama_ft.models.base.source import (
@@ -27,7 +28,7 @@ from llama_ft.models.base.source import (
 )
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.published.weight_format import StoredScheme
-from llama_ft.models.weights.conversion import open_source
+from llama_ft.models.weights.conversion import open_model_weights
 
 # copying 550 M weights takes 0.1 s in blocks of 2**22 to 2**24, up to 1.1 s in 2**19
 BLOCK_ELEMENTS = 2**23
@@ -57,6 +58,8 @@ class Loader:
     group: ShardGroup  # knows the rows of this rank
     scatter: bool  # rank 0 reads and sends; otherwise every rank reads
     files: Path  # a model's directory, or one safetensors file
+    # those of `BuiltModel.conversions` that the files need, on all ranks
+    conversions: list[WeightTransform]
     # kept until sent
     in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
 
@@ -138,27 +141,31 @@ def open_loader(
 
     Args:
         files: a model's directory, or one safetensors file.
-        built: on the meta device; it defines how stored tensors are converted to its own. It keeps
-            the conversions that these files need.
+        built: on the meta device; it defines how stored tensors are converted to its own.
         group: the ranks that share the weights.
         scatter: only rank 0 reads, and sends each rank its rows.
         seed: for the first values of a score head.
         tuned: tensors that replace those with the same names.
     """
     source: WeightSource | None = None
+    conversions = list[WeightTransform]()
     if not scatter or dist.get_rank() == 0:
-        source = open_source(files, built, seed) if files.is_dir() else SafetensorsSource([files])
+        if files.is_dir():
+            source, conversions = open_model_weights(files, built, seed)
+        else:
+            source = SafetensorsSource([files])
         source = source if tuned is None else OverlaidSource(source, tuned)
-    return Loader(source, shared_headers(source, built, scatter), group, scatter, files)
+    headers, conversions = share_headers(source, conversions, scatter)
+    return Loader(source, headers, group, scatter, files, conversions)
 
 
-def shared_headers(
-    source: WeightSource | None, built: BuiltModel, scatter: bool
-) -> dict[str, StoredTensor]:
-    """Return the headers of a source on all ranks. With `scatter`, rank 0 sends them to the others,
-    with the conversions that it needs: only rank 0 has opened it."""
-    box: list[Any] = [source and source.tensors, built.conversions]
+def share_headers(
+    source: WeightSource | None, conversions: list[WeightTransform], scatter: bool
+) -> tuple[dict[str, StoredTensor], list[WeightTransform]]:
+    """Return the headers of a source, and the conversions that it needs, on all ranks. With
+    `scatter`, rank 0 sends them to the others: only rank 0 has opened it."""
+    box: list[Any] = [source and source.tensors, conversions]
     if scatter:
         dist.broadcast_object_list(box, src=0)
-    headers, built.conversions = box
-    return cast(dict[str, StoredTensor], headers)
+    headers, conversions = box
+    return headers, conversions

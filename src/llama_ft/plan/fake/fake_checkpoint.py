@@ -28,8 +28,8 @@ from llama_ft.models.published.quantization_config import find_quantization_conf
 from llama_ft.models.published.sources import open_dequantized
 from llama_ft.models.quantization.layers import Scheme, empty_parts
 from llama_ft.models.weights import conversion
-from llama_ft.models.weights.conversion import converted_source
-from llama_ft.models.weights.loader import Loader, ShardLoad, shared_headers
+from llama_ft.models.weights.conversion import OpenedWeights, convert_weights
+from llama_ft.models.weights.loader import Loader, ShardLoad, share_headers
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,14 @@ def loader_of_headers(headers: dict[str, StoredTensor]) -> Callable[..., HeaderL
     def open_headers(
         files: Path, built: BuiltModel, group: ShardGroup, scatter: bool, seed: int = 0, *_: None
     ) -> HeaderLoader:
-        source: Any = HeaderSource(headers)
+        source: Any = HeaderSource(headers)  # which does not change its tensors
         if files.is_dir():
-            source = converted_source(source, built, seed)
+            opened = convert_weights(source, built, seed)
         else:
             source = HeaderSource(SafetensorsSource([files]).tensors)
-        shared = shared_headers(source, built, scatter)
-        return HeaderLoader(source, shared, group, scatter, files)
+            opened = OpenedWeights(source, [])
+        shared, conversions = share_headers(*opened, scatter)
+        return HeaderLoader(opened.source, shared, group, scatter, files, conversions)
 
     return open_headers
 
