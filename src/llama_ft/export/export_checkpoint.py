@@ -54,7 +54,11 @@ from llama_ft.export.weights import (
 )
 from llama_ft.models.adapters import lora
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG, saved_config
-from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
+from llama_ft.models.adapters.names import (
+    ADAPTER_WEIGHTS,
+    checkpoint_key,
+    index_names,
+)
 from llama_ft.models.adapters.saved_adapter import (
     check_saved_adapter,
     differing_copies,
@@ -253,10 +257,11 @@ class Exporter:
             base, base_name, tokenizer, built, trained, adapter.keys, new, Config(), about
         )
         exporter._changes()  # reports unsupported kinds of layers before their tensors are compared
-        copies = check_saved_adapter(trained.tensors, built.model, adapter, file, str(base))
+        names = index_names(built.model)
+        copies = check_saved_adapter(trained.tensors, built, names, file, str(base))
         if copies:
             stored = open_model_weights(base, built).source
-            problem = differing_copies(file, copies, built.model, stored)
+            problem = differing_copies(file, copies, names, stored)
             if problem:
                 raise UserError(problem)
             log.info(left_out(file, copies))
@@ -329,45 +334,35 @@ class Exporter:
         is changed."""
         self._check_merge()
         model = self.built.model
-        base, conversions = open_model_weights(self.base, self.built)
+        base, conversions, names = open_model_weights(self.base, self.built)
         changes = self._changes()
-        trained = self._trained_keys()
-        keys = account_for(model, base.tensors, self.base)
+        keys = account_for(names, base.tensors, self.base)
         source = OverlaidSource(base, self.trained)
-        stored = {
-            id(parameter): keys[name]
-            for name, parameter in model.named_parameters()
-            if name in keys
-        }
-        every = model.named_parameters(remove_duplicate=False)
-        own = [
-            (checkpoint_key(name), name, id(parameter))
-            for name, parameter in every
-            if not is_adapter_weight(name)
-        ]
-        replaced = {key: trained[number] for key, _, number in own if number in trained}
-        ties = dict[int, list[str]]()  # a tied parameter has several keys
-        for key, name, number in own:
+        replaced = dict[str, str]()
+        for name, weight in names.weights.items():
+            if name in self.keys:
+                replaced |= dict.fromkeys(weight.keys, self.keys[name])
+        # parameter -> each of its names in the checkpoint -> what it is made of
+        merged = dict[str, dict[str, tuple[str, Change | None]]]()
+        for name, weight in names.weights.items():
             if ".modules_to_save." not in name:
-                ties.setdefault(number, []).append(key)
-
-        merged = dict[int, dict[str, tuple[str, Change | None]]]()
-        for number, tie in ties.items():
-            key = stored[number]
-            merged[number] = {name: (replaced.get(name, key), changes.get(name)) for name in tie}
-        split = [tuple(weights) for weights in merged.values() if len(set(weights.values())) > 1]
+                merged[name] = {
+                    key: (replaced.get(key, keys[name]), changes.get(key)) for key in weight.keys
+                }
+        split = [tuple(values) for values in merged.values() if len(set(values.values())) > 1]
         if split:  # embedding and LM head were tied, but now differ
-            _check_untied(model, split, [tuple(tie) for tie in ties.values() if len(tie) > 1])
+            _check_untied(
+                model, split, [tuple(values) for values in merged.values() if len(values) > 1]
+            )
             untie(model.config)
         written = dict[str, tuple[str, Change | None]]()
         tensors = dict[str, StoredTensor]()
-        for number, weights in merged.items():
-            names = list(weights) if tuple(weights) in split else list(weights)[:1]
-            written |= {name: weights[name] for name in names}
-            tensors |= dict.fromkeys(names, base.tensors[stored[number]])
+        for name, values in merged.items():
+            own = list(values) if tuple(values) in split else list(values)[:1]
+            written |= {key: values[key] for key in own}
+            tensors |= dict.fromkeys(own, base.tensors[keys[name]])
         saved = model.state_dict().keys()
-        for name, _ in model.named_buffers():
-            key = checkpoint_key(name)
+        for name, key in names.buffers.items():
             if name in saved and key in base.tensors:  # Transformers computes the other buffers
                 written[key] = (key, None)
                 tensors[key] = base.tensors[key]
@@ -380,7 +375,7 @@ class Exporter:
                 start += len(block) if block.dim() else 1
 
         # Only the shapes of these tensors are used.
-        layout = saved_layout(model, conversions, tensors)  # type: ignore[arg-type]
+        layout = saved_layout(model, names, conversions, tensors)  # type: ignore[arg-type]
         untouched = {name: header for name, header in base.tensors.items() if header.is_untouched}
         written |= {name: (name, None) for name in untouched}
         return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)

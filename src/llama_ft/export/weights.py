@@ -33,7 +33,7 @@ from llama_ft.errors import RunFailure, plural
 from llama_ft.export.export_settings import matches, write_adapter_settings, write_model_settings
 from llama_ft.masking import mask_secrets
 from llama_ft.models import BuiltModel
-from llama_ft.models.adapters.names import ADAPTER_WEIGHTS
+from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, index_names
 from llama_ft.models.base.shards import ShardGroup
 from llama_ft.models.base.source import (
     INDEX_FILE,
@@ -239,11 +239,12 @@ def export_model(
     }
     from_base |= stored.untouched.keys()
     base_rows = None
+    names = index_names(model)
     if ranks.is_main and from_base:
         base = open_model_weights(source, built).source
-        base_rows = stored_rows(base, account_for(model, base.tensors, source))
+        base_rows = stored_rows(base, account_for(names, base.tensors, source))
     rows = _gathered(tensors, ranks, from_base, base_rows)
-    layout = saved_layout(model, stored.conversions, tensors)
+    layout = saved_layout(model, names, stored.conversions, tensors)
     dtype = save_dtype(settings.save_dtype)
     weights = SavedWeights(tensors, rows, dtype, stored.dtypes, layout, stored.untouched)
 

@@ -12,6 +12,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError, reason
+from llama_ft.models.adapters.names import index_names
 from llama_ft.models.architecture.text_part import auto_class
 from llama_ft.models.base.source import (
     BLOCK_ELEMENTS,
@@ -135,9 +136,8 @@ def _has_different_ties(
     try:
         skeleton = make_skeleton(deepcopy(config), model)
         conversions = get_model_conversion_mapping(skeleton)
-        source = ConvertedSource(
-            open_dequantized(folder), BuiltModel(skeleton, folder, conversions)
-        )
+        built = BuiltModel(skeleton, folder, conversions)
+        source = ConvertedSource(open_dequantized(folder), built, index_names(skeleton))
     except UserError:  # building or loading the model reports it
         return False
     ties = skeleton.all_tied_weights_keys

@@ -14,6 +14,7 @@ from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, build_on_meta, load_model_config
+from llama_ft.models.adapters.names import index_names
 from llama_ft.models.base.source import (
     SAMPLE_BYTES,
     SAMPLES,
@@ -59,7 +60,7 @@ def check_against_transformers(folder: Path) -> None:
     """Every parameter, whole and in uneven parts."""
     model = skeleton(folder)
     source = open_model_weights(folder, model).source
-    keys = account_for(model.model, source.tensors, folder)
+    keys = account_for(index_names(model.model), source.tensors, folder)
     expected = dict(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
     )
@@ -118,7 +119,8 @@ class Watched(SafetensorsSource):
 
 def test_rows_of_stacked_experts_read_only_those_experts(tmp_path: Path) -> None:
     stored = Watched([save(tmp_path, "mixtral") / "model.safetensors"])
-    source = ConvertedSource(stored, skeleton(tmp_path))
+    built = skeleton(tmp_path)
+    source = ConvertedSource(stored, built, index_names(built.model))
     assert not stored.was_read
     source.read_rows("model.layers.1.mlp.experts.gate_up_proj", 2, 4)
     experts = "model.layers.1.block_sparse_moe.experts"
@@ -168,7 +170,9 @@ def test_a_missing_expert_is_rejected(tmp_path: Path) -> None:
         UserError,
         match=r"experts.gate_up_proj is \[4, 96, 32\], config.json makes it \[5, 96, 32\]",
     ):
-        account_for(model.model, open_model_weights(folder, model).source.tensors, folder)
+        account_for(
+            index_names(model.model), open_model_weights(folder, model).source.tensors, folder
+        )
 
 
 def test_a_fingerprint_changes_with_weights_and_settings(tmp_path: Path) -> None:

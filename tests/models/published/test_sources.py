@@ -21,6 +21,7 @@ from transformers import (
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, build_on_meta, load_model_config
+from llama_ft.models.adapters.names import index_names
 from llama_ft.models.published.formats import published_format
 from llama_ft.models.published.quantization_config import remove_quantization_config
 from llama_ft.models.published.sources import describe_published, open_dequantized
@@ -167,7 +168,7 @@ def check(folder: Path, expected: PreTrainedModel) -> None:
     """Compare every parameter with Transformers', whole and in uneven blocks of rows."""
     built = skeleton(folder)
     source = open_model_weights(folder, built).source
-    keys = account_for(built.model, source.tensors, folder)
+    keys = account_for(index_names(built.model), source.tensors, folder)
     parameters = dict(expected.named_parameters())
     assert keys.keys() == parameters.keys()
     for name, parameter in parameters.items():
@@ -339,7 +340,7 @@ def test_scales_without_their_quantization_config_are_named(
     source = open_model_weights(tmp_path, built).source
     expected = r"(?s)not part of the model: .*_scale_inv.*quantization_config.*Download"
     with pytest.raises(UserError, match=expected):
-        account_for(built.model, source.tensors, tmp_path)
+        account_for(index_names(built.model), source.tensors, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz])

@@ -31,6 +31,7 @@ from transformers import (
 from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, build_on_meta, choose_quantization, load_model_config
+from llama_ft.models.adapters.names import index_names
 from llama_ft.models.base.source import open_weights
 from llama_ft.models.published.weight_format import StoredScheme
 from llama_ft.models.quantization.choice import quantize_linears
@@ -57,7 +58,7 @@ def dequantized(folder: Path, built: BuiltModel, parts: int = 37) -> Tensors:
     """Read the weights that stay as stored, a few rows at a time, and dequantize them as a layer
     does."""
     source = open_model_weights(folder, built).source
-    keys = account_for(built.model, source.tensors, folder)
+    keys = account_for(index_names(built.model), source.tensors, folder)
     files = open_weights(folder)
     names = {id(parameter): name for name, parameter in built.model.named_parameters()}
     found = Tensors()
@@ -168,9 +169,9 @@ def test_a_layer_in_16_bits_that_config_json_does_not_exclude_is_named(tmp_path:
     source = open_model_weights(folder, built).source
     expected = rf"cannot keep {WEIGHT} is torch.bfloat16 and not quantized.\n.*--skip_modules"
     with pytest.raises(UserError, match=expected):
-        account_for(built.model, source.tensors, folder)
+        account_for(index_names(built.model), source.tensors, folder)
     built, _ = build(folder, QuantizationConfig(mode="as_stored", skip_modules=["up_proj"]))
-    assert account_for(built.model, source.tensors, folder)
+    assert account_for(index_names(built.model), source.tensors, folder)
 
 
 def test_another_type_of_8_bits_is_named(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_another_type_of_8_bits_is_named(tmp_path: Path) -> None:
     built, _ = build(folder)
     source = open_model_weights(folder, built).source
     with pytest.raises(UserError, match=rf"cannot keep {WEIGHT} is not FP8 \(e4m3\)"):
-        account_for(built.model, source.tensors, folder)
+        account_for(index_names(built.model), source.tensors, folder)
 
 
 @pytest.mark.parametrize("part", ["scale", "codes"])
@@ -238,7 +239,9 @@ def test_experts_in_fp8_under_one_name_each_are_read_in_16_bits(tmp_path: Path) 
     built, text = build(folder)
     unchanged = text.partition("not quantized: ")[2]
     assert "mlp.experts.gate_up_proj" in unchanged and "mlp.experts.down_proj" in unchanged
-    keys = account_for(built.model, open_model_weights(folder, built).source.tensors, folder)
+    keys = account_for(
+        index_names(built.model), open_model_weights(folder, built).source.tensors, folder
+    )
     assert keys["model.layers.0.mlp.experts.down_proj"]
 
 
@@ -255,4 +258,4 @@ def test_stacked_codes_of_other_files_are_not_taken_for_the_same_weight(tmp_path
     built, _ = build(folder)
     source = open_model_weights(folder, built).source
     with pytest.raises(UserError, match=rf"cannot keep {name} is torch.bfloat16 and not quantized"):
-        account_for(built.model, source.tensors, folder)
+        account_for(index_names(built.model), source.tensors, folder)

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config.home import expanded
 from llama_ft.errors import UserError
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG
-from llama_ft.models.adapters.names import PEFT_PREFIX, checkpoint_key, is_adapter_weight
+from llama_ft.models.adapters.names import PEFT_PREFIX, ModelNames, checkpoint_key
 from llama_ft.models.base.source import (
     SafetensorsSource,
     StoredTensor,
@@ -20,19 +19,20 @@ from llama_ft.models.base.source import (
     fingerprint,
     listed,
 )
-from llama_ft.models.built import Adapter
+from llama_ft.models.built import BuiltModel
 
 HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)")  # the directory of a repository
 
 
 def check_saved_adapter(
     headers: Mapping[str, StoredTensor],
-    model: PreTrainedModel,
-    adapter: Adapter,
+    built: BuiltModel,
+    names: ModelNames,
     file: Path,
     base: str = "--model_name",
 ) -> dict[str, str]:
-    """Check that a saved adapter's tensors are those that the model's adapter needs.
+    """Check that a saved adapter's tensors are those that the model's adapter needs. `names`: of the
+    model.
 
     Returns:
         Weights of the base model that the file holds, too: name in the file -> name of the
@@ -42,21 +42,18 @@ def check_saved_adapter(
     Raises:
         UserError: other tensors are missing or unexpected, or a shape differs.
     """
+    assert built.adapter is not None
+    adapter_keys = built.adapter.keys
     needed = {
-        adapter.keys[name]: tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if name in adapter.keys
-    }
-    own = {
-        checkpoint_key(name)
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if not is_adapter_weight(name)
+        adapter_keys[name]: tuple(parameter.shape)
+        for name, parameter in built.model.named_parameters()
+        if name in adapter_keys
     }
     stored = {key: header.shape for key, header in headers.items()}
     copies = dict[str, str]()
     for key in stored.keys() - needed.keys():
         name = checkpoint_key(key.removeprefix(PEFT_PREFIX))
-        if name in own:
+        if name in names.aliases:
             copies[key] = name
     keys = sorted((needed.keys() | stored.keys()) - copies.keys())
     wrong = [
@@ -72,30 +69,24 @@ def check_saved_adapter(
 
 
 def differing_copies(
-    file: Path, copies: Mapping[str, str], model: PreTrainedModel, base: WeightSource
+    file: Path, copies: Mapping[str, str], names: ModelNames, base: WeightSource
 ) -> str | None:
     """Compare weights of the base model that a saved adapter holds, too, with the base's own.
 
     Args:
         file: of the adapter.
         copies: from check_saved_adapter.
-        model: with the adapter.
+        names: of the model.
         base: the weights of the base model, by the model's names.
 
     Returns:
         An error message if they differ, or None.
     """
-    aliases = dict[int, list[str]]()  # a tied weight may have either name
-    numbers = dict[str, int]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        key = checkpoint_key(name)
-        aliases.setdefault(id(parameter), []).append(key)
-        numbers[key] = id(parameter)
     source = SafetensorsSource([file])
     different = []
     for key, name in copies.items():
-        names = aliases[numbers[name]]
-        stored_name = next((alias for alias in names if alias in base.tensors), name)
+        aliases = names.aliases[name]  # a tied weight may have either name
+        stored_name = next((alias for alias in aliases if alias in base.tensors), name)
         shape = source.tensors[key].shape
         own_shape = base.tensors[stored_name].shape
         if shape != own_shape:

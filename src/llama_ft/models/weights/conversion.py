@@ -39,14 +39,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError, reason
 from llama_ft.libraries.transformers_private import private
-from llama_ft.models.adapters.names import checkpoint_key, is_adapter_weight
+from llama_ft.models.adapters.names import ModelNames, index_names
 from llama_ft.models.architecture.new_tokens import GrownSource
 from llama_ft.models.architecture.score_head import ScoredSource
 from llama_ft.models.base.source import StoredTensor, WeightSource
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.published.sources import open_dequantized
 from llama_ft.models.quantization.bitsandbytes_4bit import is_part
-from llama_ft.models.quantization.layers import quantized_weights
 
 # Rotary frequencies. Llama 2's checkpoints have them per layer; models compute them.
 RECOMPUTED = re.compile(r"inv_freq$")
@@ -62,25 +61,28 @@ class OpenedWeights(NamedTuple):
 
     source: WeightSource  # under the model's own names and in its shapes
     conversions: list[WeightTransform]  # those of `BuiltModel.conversions` that they need
+    names: ModelNames
 
 
 def open_model_weights(folder: Path, built: BuiltModel, seed: int = 0) -> OpenedWeights:
     """Open the weights of a model directory under the model's own names and in its shapes, reading
     headers only. `seed` is for the first values of a score head. Raises UserError if the weights are
     missing, unreadable or cannot be converted."""
-    return convert_weights(open_dequantized(folder), built, seed)
+    return convert_weights(open_dequantized(folder), built, index_names(built.model), seed)
 
 
-def convert_weights(source: WeightSource, built: BuiltModel, seed: int = 0) -> OpenedWeights:
+def convert_weights(
+    source: WeightSource, built: BuiltModel, names: ModelNames, seed: int = 0
+) -> OpenedWeights:
     """Return the tensors of a source under the model's own names; see `open_model_weights`."""
-    converted = ConvertedSource(source, built)
+    converted = ConvertedSource(source, built, names)
     if not converted.changes_nothing:
         source = converted
     if built.grown is not None:
         source = GrownSource(source, built.grown)
     if built.has_score:
         source = ScoredSource(source, built.model, seed)
-    return OpenedWeights(source, converted.used)
+    return OpenedWeights(source, converted.used, names)
 
 
 class ConvertedSource(WeightSource):
@@ -91,9 +93,9 @@ class ConvertedSource(WeightSource):
         used: those of `built.conversions` that this checkpoint needs.
     """
 
-    def __init__(self, source: WeightSource, built: BuiltModel) -> None:
+    def __init__(self, source: WeightSource, built: BuiltModel, names: ModelNames) -> None:
         self._source = source
-        self._context = _context(built.model)
+        self._context = _context(built.model, names)
         self.used: list[WeightTransform] = []
         # the model's name -> the stored name, if nothing else changes
         self.renamed: dict[str, str] = {}
@@ -109,7 +111,7 @@ class ConvertedSource(WeightSource):
             stored = source.tensors[name]
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
-        for target, converter, collected in self._collect(built):
+        for target, converter, collected in self._collect(built, names.known_keys()):
             group = _Group(target, converter, collected, self._context)
             file = source.tensors[next(iter(collected.values()))[0]].file
             try:
@@ -136,15 +138,11 @@ class ConvertedSource(WeightSource):
         self.changes_nothing = same_names and not self._groups and not others
 
     def _collect(
-        self, built: BuiltModel
+        self, built: BuiltModel, known: dict[str, bool]
     ) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
         """Rename every stored tensor as Transformers does. Return the groups that converters take
-        together."""
+        together. `known`: the names that the model has."""
         model = built.model
-        every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-        known = {
-            checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)
-        }
         left_out = dict.fromkeys(built.left_out.tensors, True)
         all_known = known | left_out
         transforms = deepcopy(built.conversions)
@@ -270,6 +268,7 @@ class SavedGroup:
 
 def saved_layout(
     model: PreTrainedModel,
+    names: ModelNames,
     conversions: list[WeightTransform],
     tensors: dict[str, torch.Tensor],
 ) -> list[SavedGroup]:
@@ -280,7 +279,7 @@ def saved_layout(
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     converter_of = _by_pattern(converters)
-    context = _context(model)
+    context = _context(model, names)
     groups = dict[str, _Group | str]()
     for name in tensors if not converters else sorted(tensors, key=dot_natural_key):
         target, pattern = apply_converters(name, converters)
@@ -375,17 +374,14 @@ class _Group:
         return tensors
 
 
-def _context(model: PreTrainedModel) -> dict[str, Any]:
-    # Operations need the shapes of weights, including quantized ones.
-    shapes = {
-        id(weight.weight): torch.empty(weight.shape, device="meta")
-        for weight in quantized_weights(model)
-    }
-    parameters = {
-        checkpoint_key(name): shapes.get(id(parameter), parameter)
-        for name, parameter in model.named_parameters()
-    }
-    return {"model": SimpleNamespace(get_parameter=parameters.__getitem__), "config": model.config}
+def _context(model: PreTrainedModel, names: ModelNames) -> dict[str, Any]:
+    """Return what operations are given. They ask the model for shapes of weights."""
+    shapes = {key: weight.shape for weight in names.weights.values() for key in weight.keys}
+
+    def get_parameter(key: str) -> torch.Tensor:
+        return torch.empty(shapes[key], device="meta")
+
+    return {"model": SimpleNamespace(get_parameter=get_parameter), "config": model.config}
 
 
 def _keeps_rows(operations: Iterable[ConversionOps]) -> bool:

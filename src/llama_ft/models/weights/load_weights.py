@@ -17,7 +17,7 @@ from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.libraries.transformers_private import private
 from llama_ft.models.adapters.lora import first_values
-from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
+from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, ModelNames, WeightNames
 from llama_ft.models.adapters.pissa import first_factors, lora_layers
 from llama_ft.models.adapters.saved_adapter import (
     check_saved_adapter,
@@ -36,7 +36,7 @@ from llama_ft.models.built import Adapter, BuiltModel, ModelRequest, StoredModel
 from llama_ft.models.published.formats import names_of_parts
 from llama_ft.models.published.weight_format import StoredScheme
 from llama_ft.models.quantization.bitsandbytes_4bit import is_4bit, is_part, read_4bit
-from llama_ft.models.quantization.layers import FourBit, QuantizedWeight, quantized_weights
+from llama_ft.models.quantization.layers import FourBit
 from llama_ft.models.weights.conversion import RECOMPUTED
 from llama_ft.models.weights.loader import Loader, ShardLoad, open_loader
 from llama_ft.runtime.console import log
@@ -104,10 +104,10 @@ def load_weights(built: BuiltModel, ranks: Ranks, settings: LoadSettings) -> Sto
     loader = settings.open_loader(
         built.folder, built, group, settings.scatter, settings.seed, replaced
     )
-    keys = account_for(model, loader.headers, built.folder)
+    keys = account_for(loader.names, loader.headers, built.folder)
     adapter_loader = None
     if adapter is not None and trained is None:
-        adapter_loader = _open_saved_adapter(built, group, settings, loader.source)
+        adapter_loader = _open_saved_adapter(built, settings, loader)
     _allocate(model, device, ranks.storage_device)
     with torch.no_grad():
         _fill_base(built, keys, loader, settings.quantized_from, device)
@@ -124,11 +124,10 @@ def load_weights(built: BuiltModel, ranks: Ranks, settings: LoadSettings) -> Sto
             # after `finish`: they are computed from loaded weights
             _set_dora_magnitudes(model)
         _fill_buffers(model, loader)
-    if device.type == "cuda" and quantized_weights(model):
+    if device.type == "cuda" and any(weight.quantized for weight in loader.names.weights.values()):
         # raises earlier errors here; bitsandbytes' next call would exit
         torch.cuda.synchronize(device)
-    for name, _ in model.named_buffers():
-        key = checkpoint_key(name)
+    for name, key in loader.names.buffers.items():
         if key in loader.headers:
             keys[name] = key
     dtypes = {name: loader.headers[key].dtype for name, key in keys.items()}
@@ -137,23 +136,24 @@ def load_weights(built: BuiltModel, ranks: Ranks, settings: LoadSettings) -> Sto
 
 
 def _open_saved_adapter(
-    built: BuiltModel, group: ShardGroup, settings: LoadSettings, base: WeightSource | None
+    built: BuiltModel, settings: LoadSettings, base_loader: Loader
 ) -> Loader | None:
-    """Open the adapter that is continued; None if a new one is trained. `base`: the weights of the
-    base model, on ranks that read them."""
+    """Open the adapter that is continued; None if a new one is trained. `base_loader`: of the base
+    model."""
     if not settings.peft.from_peft_checkpoint:
         return None
     assert built.adapter is not None
     folder = Path(settings.peft.from_peft_checkpoint)
     file = folder / ADAPTER_WEIGHTS
-    loader = settings.open_loader(file, built, group, settings.scatter)
-    copies = check_saved_adapter(loader.headers, built.model, built.adapter, file)
+    loader = base_loader.for_file(file)
+    base = base_loader.source  # None on ranks that do not read it
+    copies = check_saved_adapter(loader.headers, built, loader.names, file)
     warning = None
     problem = None
     if base is not None:
         warning = other_base(folder, built.adapter.config.base_model_name_or_path, built.folder)
         if copies:
-            problem = differing_copies(file, copies, built.model, base)
+            problem = differing_copies(file, copies, loader.names, base)
     if settings.scatter:
         box = [problem]
         dist.broadcast_object_list(box, src=0)
@@ -175,22 +175,24 @@ def _fill_base(
     device: torch.device,
 ) -> None:
     """Load the weights of the base model. `keys`: parameter -> its name in the checkpoint."""
-    model = built.model
-    quantized = {id(weight.weight): weight for weight in quantized_weights(model)}
+    parameters = dict(built.model.named_parameters())
     threads = torch.get_num_threads()
-    for name, parameter in model.named_parameters():
-        weight = quantized.get(id(parameter))
-        if weight is not None and isinstance(weight.scheme, StoredScheme):
-            loader.fill(_to_stored(weight, keys[name], loader))
-        elif weight is not None:
+    for name, key in keys.items():
+        weight = loader.names.weights[name]
+        if weight.quantized is None:
+            loader.fill(_as_stored(parameters[name], key, loader.headers))
+            continue
+        quantized = weight.quantized
+        shards = [local_shard(parameters[part]) for part in (name, quantized.scale)]
+        if isinstance(quantized.scheme, StoredScheme):
+            loader.fill(_to_stored(shards, weight, key, loader))
+        else:
             # Quantization is many small operations. If other programs use the cores, waiting for
             # all threads after each takes longer than the work: 26 s instead of 3 s for 450 M
             # weights in 8 bits on 4 cores.
             torch.set_num_threads(1)
-            loader.fill(_to_quantized(weight, keys[name], quantized_from, device))
+            loader.fill(_to_quantized(shards, weight, key, quantized_from, device))
             torch.set_num_threads(threads)
-        elif name in keys:
-            loader.fill(_as_stored(parameter, keys[name], loader.headers))
 
 
 def _fill_new_adapter(
@@ -274,32 +276,39 @@ def _fill_singular_values(
         loader.fill(ShardLoad([local_shard(weight)], shape, [weight.dtype], make))
 
 
-def _to_stored(weight: QuantizedWeight, key: str, loader: Loader) -> ShardLoad:
+def _to_stored(
+    shards: list[torch.Tensor], weight: WeightNames, key: str, loader: Loader
+) -> ShardLoad:
     """Return the load of rows that stay as they are stored."""
     header = loader.headers[key]
-    shards = [local_shard(weight.weight), local_shard(weight.scale)]
 
     def make(_: WeightSource, start: int, stop: int) -> Sequence[torch.Tensor]:
-        assert isinstance(weight.scheme, StoredScheme)
-        return loader.read_stored(weight.scheme, header, start, stop)
+        assert weight.quantized is not None
+        assert isinstance(weight.quantized.scheme, StoredScheme)
+        return loader.read_stored(weight.quantized.scheme, header, start, stop)
 
     return ShardLoad(shards, weight.shape, [shard.dtype for shard in shards], make)
 
 
 def _to_quantized(
-    weight: QuantizedWeight, key: str, dtype: torch.dtype, device: torch.device
+    shards: list[torch.Tensor],
+    weight: WeightNames,
+    key: str,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ShardLoad:
     """Return the load of rows that are quantized from `dtype` on `device`, or read as they are if
     the checkpoint is quantized. In a stack a "row" is an expert, and its rows are quantized block
     by block."""
-    scheme = weight.scheme
+    quantized = weight.quantized
+    assert quantized is not None
+    scheme = quantized.scheme
     assert not isinstance(scheme, StoredScheme)
     at_once = QUANTIZED_AT_ONCE[current_target().device]
-    shards = [local_shard(weight.weight), local_shard(weight.scale)]
     columns = weight.shape[-1]
 
     def make(source: WeightSource, start: int, stop: int) -> Sequence[torch.Tensor]:
-        if weight.is_prequantized and isinstance(scheme, FourBit):
+        if quantized.is_prequantized and isinstance(scheme, FourBit):
             return read_4bit(source, key, columns, scheme, start, stop)
         rows = source.read_rows(key, start, stop).reshape(-1, columns)
         rows_at_once = max(1, at_once // columns)
@@ -319,29 +328,16 @@ def _to_quantized(
 
 
 def account_for(
-    model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path
+    names: ModelNames, headers: dict[str, StoredTensor], folder: Path
 ) -> dict[str, str]:
     """Return parameter name -> name in the checkpoint. Raises UserError if a name has no
-    counterpart."""
-    aliases = defaultdict[int, list[str]](list)  # a tied weight may have either name
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not is_adapter_weight(name):
-            aliases[id(parameter)].append(checkpoint_key(name))
-    quantized = {id(weight.weight): weight for weight in quantized_weights(model)}
-    scales = {id(weight.scale) for weight in quantized.values()}
+    counterpart, or a shape differs."""
     missing = []
     unlike = []
     not_stored = []
     keys = dict[str, str]()
-    ties = model.all_tied_weights_keys
-    for name, parameter in model.named_parameters():
-        if is_adapter_weight(name) or id(parameter) in scales:
-            continue
-        weight = quantized.get(id(parameter))
-        shape = tuple(parameter.shape) if weight is None else weight.shape
-        own_names = aliases[id(parameter)]
-        tied_names = [ties[alias] for alias in own_names if alias in ties]
-        candidates = own_names + tied_names
+    for name, weight in names.weights.items():
+        candidates = weight.keys + weight.tied_keys
         key = next((candidate for candidate in candidates if candidate in headers), None)
         if key is None:
             missing.append(candidates[0])
@@ -350,20 +346,20 @@ def account_for(
         stored = headers[key]
         packed = is_4bit(key, headers)
         # In 4 bits the tensor is flat, and its bytes may be stored as another dtype.
-        fits_in_4_bits = packed and 2 * stored.nbytes == torch.Size(shape).numel()
-        fits = fits_in_4_bits or stored.shape == shape
-        expects_packed = weight is not None and weight.is_prequantized
+        fits_in_4_bits = packed and 2 * stored.nbytes == torch.Size(weight.shape).numel()
+        fits = fits_in_4_bits or stored.shape == weight.shape
+        quantized = weight.quantized
+        expects_packed = quantized is not None and quantized.is_prequantized
         if not fits or packed != expects_packed:
             form = " in 4 bits" if packed else ""
             unlike.append(
-                f"{key} is {list(stored.shape)}{form}, config.json makes it {list(shape)}"
+                f"{key} is {list(stored.shape)}{form}, config.json makes it {list(weight.shape)}"
             )
-        elif weight is not None and isinstance(weight.scheme, StoredScheme):
-            problem = _misfit(weight.scheme, stored)
+        elif quantized is not None and isinstance(quantized.scheme, StoredScheme):
+            problem = _misfit(quantized.scheme, stored)
             if problem is not None:
                 not_stored.append(f"{key} {problem}")
-    known = {name for names in aliases.values() for name in names}
-    known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
+    known = names.known_keys()
     held = set(keys.values())
     extra = [
         key
@@ -439,7 +435,7 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
     frequencies). Raises UserError if it does not compute one of them."""
     computed = {}
     for name, buffer in model.named_buffers():
-        key = checkpoint_key(name)
+        key = loader.names.buffers[name]
         if key not in loader.headers:
             # autograd's counter of in-place writes
             computed[name] = (buffer, buffer._version)

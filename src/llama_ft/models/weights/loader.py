@@ -8,7 +8,7 @@ few blocks in addition to the shards.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers.core_model_loading import WeightTransform
 
+from llama_ft.models.adapters.names import ModelNames, index_names
 from llama_ft.models.base.shards import ShardGroup, row_ranges, wait_for_device
 from llama_ft.models.base.source import (
     OverlaidSource,
@@ -60,6 +61,7 @@ class Loader:
     files: Path  # a model's directory, or one safetensors file
     # those of `BuiltModel.conversions` that the files need, on all ranks
     conversions: list[WeightTransform]
+    names: ModelNames
     # kept until sent
     in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
 
@@ -86,6 +88,12 @@ class Loader:
     @cached_property
     def _opened_files(self) -> SafetensorsSource:
         return open_weights(self.files)
+
+    def for_file(self, file: Path) -> "Loader":
+        """Return a loader of one safetensors file for the same ranks."""
+        source = None if self.source is None else SafetensorsSource([file])
+        headers, _ = share_headers(source, [], self.scatter)
+        return replace(self, source=source, headers=headers, files=file, in_flight=deque())
 
     def finish(self, most_bytes: int = 0) -> None:
         """Wait until at most `most_bytes` are being sent. With a limit above 0, reading and sending
@@ -130,7 +138,7 @@ class Loader:
 
 
 def open_loader(
-    files: Path,
+    folder: Path,
     built: BuiltModel,
     group: ShardGroup,
     scatter: bool,
@@ -140,7 +148,7 @@ def open_loader(
     """Read the headers of the weights and return a Loader.
 
     Args:
-        files: a model's directory, or one safetensors file.
+        folder: a model's directory.
         built: on the meta device; it defines how stored tensors are converted to its own.
         group: the ranks that share the weights.
         scatter: only rank 0 reads, and sends each rank its rows.
@@ -149,14 +157,13 @@ def open_loader(
     """
     source: WeightSource | None = None
     conversions = list[WeightTransform]()
-    if not scatter or dist.get_rank() == 0:
-        if files.is_dir():
-            source, conversions = open_model_weights(files, built, seed)
-        else:
-            source = SafetensorsSource([files])
+    if scatter and dist.get_rank() > 0:
+        names = index_names(built.model)
+    else:
+        source, conversions, names = open_model_weights(folder, built, seed)
         source = source if tuned is None else OverlaidSource(source, tuned)
     headers, conversions = share_headers(source, conversions, scatter)
-    return Loader(source, headers, group, scatter, files, conversions)
+    return Loader(source, headers, group, scatter, folder, conversions, names)
 
 
 def share_headers(

@@ -5,9 +5,10 @@ other.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig
 
 from llama_ft.config import Config, ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models.adapters.names import checkpoint_key
+from llama_ft.models.adapters.names import checkpoint_key, index_names
 from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.shards import ShardGroup
 from llama_ft.models.base.source import SafetensorsSource, StoredTensor, weight_files
@@ -28,7 +29,7 @@ from llama_ft.models.published.quantization_config import find_quantization_conf
 from llama_ft.models.published.sources import open_dequantized
 from llama_ft.models.quantization.layers import Scheme, empty_parts
 from llama_ft.models.weights import conversion
-from llama_ft.models.weights.conversion import OpenedWeights, convert_weights
+from llama_ft.models.weights.conversion import convert_weights
 from llama_ft.models.weights.loader import Loader, ShardLoad, share_headers
 
 
@@ -68,6 +69,14 @@ class HeaderLoader(Loader):
             self.loaded.add(kind)
             super().fill(load)
 
+    def for_file(self, file: Path) -> Loader:
+        """See `Loader`."""
+        source: Any = HeaderSource(SafetensorsSource([file]).tensors)
+        headers, _ = share_headers(source, [], self.scatter)
+        return replace(
+            self, source=source, headers=headers, files=file, in_flight=deque(), loaded=set()
+        )
+
     def read_stored(
         self, scheme: Scheme, header: StoredTensor, start: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,16 +90,14 @@ def loader_of_headers(headers: dict[str, StoredTensor]) -> Callable[..., HeaderL
     of its file."""
 
     def open_headers(
-        files: Path, built: BuiltModel, group: ShardGroup, scatter: bool, seed: int = 0, *_: None
+        folder: Path, built: BuiltModel, group: ShardGroup, scatter: bool, seed: int = 0, *_: None
     ) -> HeaderLoader:
         source: Any = HeaderSource(headers)  # which does not change its tensors
-        if files.is_dir():
-            opened = convert_weights(source, built, seed)
-        else:
-            source = HeaderSource(SafetensorsSource([files]).tensors)
-            opened = OpenedWeights(source, [])
-        shared, conversions = share_headers(*opened, scatter)
-        return HeaderLoader(opened.source, shared, group, scatter, files, conversions)
+        opened = convert_weights(source, built, index_names(built.model), seed)
+        shared, conversions = share_headers(opened.source, opened.conversions, scatter)
+        return HeaderLoader(
+            opened.source, shared, group, scatter, folder, conversions, opened.names
+        )
 
     return open_headers
 
@@ -140,7 +147,8 @@ def _names_of_towers(
     """Return the names of stored tensors that the text part lacks."""
     text_part = build_on_meta(deepcopy(config), model)
     source: Any = HeaderSource(headers)  # which does not change its tensors
-    tensors = conversion.ConvertedSource(source, text_part).tensors
+    names = index_names(text_part.model)
+    tensors = conversion.ConvertedSource(source, text_part, names).tensors
     return {name for name, header in tensors.items() if header.is_left_out}
 
 
