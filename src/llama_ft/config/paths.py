@@ -67,7 +67,7 @@ MODEL_PATTERNS = (
     "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json",
     "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-    "sentencepiece.bpe.model", "*.tiktoken", PROBES_FILE,
+    "sentencepiece.bpe.model", "*.tiktoken", "model.gguf", "adapter.gguf", "Modelfile", PROBES_FILE,
 )  # fmt: skip
 COPIED_FILES = "copied_from_base_model"  # in the header of a model card: names of files
 # in the header of a model card, and in trainer.json: text if the samples had no chat template

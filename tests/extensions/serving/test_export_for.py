@@ -110,7 +110,9 @@ def test_wrong_names_and_places_end_in_one_message_each(base: Path, tmp_path: Pa
     adapter = save_adapter(base, tmp_path / "adapter")
     wrong = export(adapter, tmp_path / "out", "--for", "vlm")
     assert wrong.exit_code == 2
-    assert "--for vlm: expected one of vllm, sglang, transformers" in wrong.output
+    assert (
+        "--for vlm: expected one of vllm, sglang, llama.cpp, ollama, transformers" in wrong.output
+    )
     unknown = export(adapter, tmp_path / "out", "--for", "vllm:0.40")
     assert unknown.exit_code == 0, unknown.output
     assert "the rules of vLLM 0.40 are not known. Those of 0.33 are used" in unknown.output

@@ -16,9 +16,9 @@ class ServingFlags:
     """For an inference server."""
 
     for_: str | None = None
-    """vllm, sglang or transformers, also with a version, such as vllm:0.32: write what this server
-    reads and print the command that serves it. What it would ignore is an error. An adapter stays
-    an adapter without --merge."""
+    """vllm, sglang, llama.cpp, ollama or transformers, also with a version, such as vllm:0.32: write
+    what this server reads and print the command that serves it. What it would ignore is an error.
+    An adapter stays an adapter without --merge."""
 
     # Not a flag: how the server is started, by `finish`
     serving_lines: ClassVar[str] = ""

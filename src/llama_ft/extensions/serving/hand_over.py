@@ -22,6 +22,8 @@ from llama_ft.extensions.serving.adapter_files import (
     read_json,
     read_template,
 )
+from llama_ft.extensions.serving.gguf_files import write as gguf_write
+from llama_ft.extensions.serving.gguf_files.modelfile import MODELFILE, write_modelfile
 from llama_ft.extensions.serving.judgment import Verdict
 from llama_ft.extensions.serving.rules import Target, read_target, table, vllm_versions
 from llama_ft.extensions.serving.sglang import check_sglang
@@ -31,6 +33,7 @@ from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, PEFT_PREFIX
 
 TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
+GGUF_SERVERS = ("llama.cpp", "ollama")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class HandOver:
         """
         base = read_base(self.base, self.base_name)
         adapter = read_adapter(folder)
+        if self.target.server in GGUF_SERVERS:
+            return self._finish_gguf_adapter(folder, adapter, base)
         verdicts = judge(self.target, adapter, base)
         if not verdicts:
             return load_line(self.out)
@@ -78,9 +83,41 @@ class HandOver:
         lines += newest.notes
         return "\n".join(lines)
 
+    def _finish_gguf_adapter(self, folder: Path, adapter: SavedAdapter, base: BaseFiles) -> str:
+        model, verdict = gguf_write.for_adapter(self.base, adapter)
+        if verdict.problems:
+            server = self.target.server
+            raise UserError(verdict.refusal(self.source, str(self.out), base.dtype, server))
+        gguf_write.write_adapter(folder, model, adapter)
+        file = shlex.quote(str(self.out / gguf_write.ADAPTER_FILE))
+        if self.target.server == "ollama":
+            lines = [f"FROM {self.base.resolve()}", f"ADAPTER ./{gguf_write.ADAPTER_FILE}"]
+            write_modelfile(folder, lines)
+            return self._ollama_line()
+        template = shlex.quote(str(self.out / TEMPLATE))
+        of_base = f"python convert_hf_to_gguf.py {shlex.quote(str(self.base))} --outfile base.gguf"
+        serve = f"llama-server -m base.gguf --lora {file} --jinja --chat-template-file {template}"
+        return f"The base model, by a script of llama.cpp: {of_base}\n{serve}"
+
+    def _finish_gguf_model(self, folder: Path) -> str:
+        if self.target.server == "ollama":
+            write_modelfile(folder, [f"FROM ./{gguf_write.MODEL_FILE}"])
+        gguf_write.write_model(folder)
+        if self.target.server == "ollama":
+            return self._ollama_line()
+        file = shlex.quote(str(self.out / gguf_write.MODEL_FILE))
+        return f"llama-server -m {file} --jinja"
+
+    def _ollama_line(self) -> str:
+        name = shlex.quote(self.out.name)
+        file = shlex.quote(str(self.out / MODELFILE))
+        return f"ollama create {name} -f {file} && ollama run {name}"
+
     def finish_model(self, folder: Path) -> str:
         """Check that the server has a class for a written model. Return lines for the log."""
         server = self.target.server
+        if server in GGUF_SERVERS:
+            return self._finish_gguf_model(folder)
         name = shlex.quote(str(self.out))
         architecture = str((read_json(folder / "config.json").get("architectures") or ["?"])[0])
         if server == "vllm":

@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 from llama_ft.errors import UserError
 
-Server = Literal["vllm", "sglang", "transformers"]
-SERVERS: tuple[Server, ...] = ("vllm", "sglang", "transformers")
+Server = Literal["vllm", "sglang", "llama.cpp", "ollama", "transformers"]
+SERVERS: tuple[Server, ...] = ("vllm", "sglang", "llama.cpp", "ollama", "transformers")
 TITLES = {
     "vllm": "vLLM",
     "sglang": "SGLang",
+    "llama.cpp": "llama.cpp",
+    "ollama": "Ollama",
     "transformers": "Transformers",
 }
 TABLE = Path(__file__).with_name("rules.json")

@@ -1,0 +1,1 @@
+"""Write models and adapters as GGUF files, for llama.cpp and Ollama."""
