@@ -458,7 +458,7 @@ def with_sections(sections: dict[str, Any]) -> Any:
     return dataclass(config=STRICT, kw_only=True)(type("Config", (Config,), {**about, **fields}))
 
 
-if not TYPE_CHECKING:
+if not TYPE_CHECKING and door.settings_sections():
     Config = with_sections(door.settings_sections())
 
 
