@@ -17,13 +17,18 @@ from llama_ft import door
 
 
 def test_importing_what_extensions_say_imports_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys\n"
-        "from llama_ft import door\n"
-        "print(len(door.extensions()), {'torch', 'transformers'} & sys.modules.keys())"
-    )
+    """Nor does importing their settings and flags, which --help prints within a second."""
+    code = """
+import sys
+from llama_ft import door
+print(len(door.extensions()), {"torch", "transformers"} & sys.modules.keys())
+import llama_ft.config
+tools = {tool for extension in door.extensions() for tool in extension.tools}
+flags = [door.flags_of(tool) for tool in tools]
+print(len(tools) == len(flags), {"torch", "transformers"} & sys.modules.keys())
+"""
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout == f"{len(door.NAMES)} set()\n"
+    assert said.stdout == f"{len(door.NAMES)} set()\nTrue set()\n"
 
 
 def references(value: Any) -> Iterator[str]:

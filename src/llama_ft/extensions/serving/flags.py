@@ -8,7 +8,6 @@ from pydantic.dataclasses import dataclass
 from llama_ft.config.value_types import STRICT
 from llama_ft.errors import UserError
 from llama_ft.extensions.serving.rules import read_target
-from llama_ft.runtime.console import log
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -42,4 +41,6 @@ def finish(options: Any, written: Path) -> None:
 
 def print_command(options: Any) -> None:
     """Print the command that serves what was written."""
+    from llama_ft.runtime.console import log  # imports torch, and flags are read before
+
     log.info(options.serving_lines)
