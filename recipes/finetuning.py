@@ -109,7 +109,7 @@ def build_model(
         log.info(models.quantize_linears(built, quantization))
     models.fuse_layers(model, config.model, config.train)
     if config.data.batching_strategy == "packing":
-        built.mixers = models.use_packed_attention(built)
+        built.mixers = models.use_packed_attention(built, ranks)
     built.router_coefficient = models.use_router_loss(model, config.train.router_aux_loss_coef)
     models.checkpoint_activations(built, config.train)
     if config.peft.use_peft:

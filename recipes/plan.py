@@ -35,6 +35,7 @@ from llama_ft.runtime import configure_console  # noqa: E402
 
 with exit_on_error():  # an import fails if torch has changed
     from llama_ft.plan.fit import answer_fit, choose_checkpointing
+    from llama_ft.plan.longest import describe_longest, find_longest
     from llama_ft.plan.predict import predict
 
 
@@ -51,6 +52,8 @@ def main(config: Config, options: PlanFlags) -> int:
         request = dataclasses.replace(request, media=media)
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
+    if options.longest:
+        return print_longest(request, options)
     report = partial(print, file=sys.stderr, flush=True)
     if options.nproc > 1 and not config.fsdp.enable_fsdp:
         report(
@@ -81,6 +84,16 @@ def main(config: Config, options: PlanFlags) -> int:
         text, values = f"{text}\n\n{answer}", values | own
     print(json.dumps(values) if options.json else text, flush=True)
     return exit_code
+
+
+def print_longest(request: PlanRequest, options: PlanFlags) -> int:
+    """Print the answer to --longest. Return the exit code: 0, or 4 if no length fits."""
+    report = partial(print, file=sys.stderr, flush=True)
+    rows = find_longest(request, RECIPE, options.longest or (), report)
+    values = {"longest": [row._asdict() for row in rows]}
+    text = describe_longest(rows, options.nproc)
+    print(json.dumps(values) if options.json else text, flush=True)
+    return 0 if any(row.tokens for row in rows) else 4
 
 
 def find_folder(model: ModelConfig) -> Path:

@@ -131,6 +131,11 @@ VALUE_RULES: tuple[Rule, ...] = (
 )
 RULES: tuple[Rule, ...] = (
     (
+        "sequence_parallel_size",
+        lambda s: s.sequence_parallel_size > 1 and s.batching_strategy != "packing",
+        "is {}, but only packed sequences can be shared. Use batching_strategy packing, or leave it out.",
+    ),
+    (
         "early_stopping_patience",
         lambda s: s.early_stopping_patience and s.run_validation and not brings_validation(s),
         "has no effect without validation data. Add validation 0.05, or a file.",

@@ -125,17 +125,19 @@ class ThroughputMeter:
         lengths: Sequence[int],
         targets: int,
         waited_seconds: float,
+        processes: int = 1,
     ) -> None:
         """Begin to measure a step.
 
         Args:
             step: counted from 1.
-            lengths: tokens of each of this rank's samples.
-            targets: this rank's loss tokens.
+            lengths: tokens of each sample of this data rank.
+            targets: its loss tokens.
             waited_seconds: how long training waited for the batches.
+            processes: that compute these samples together, each a part of their tokens.
         """
         self._waited_seconds = waited_seconds
-        self.flops = sum(self._formula.of(lengths, targets))
+        self.flops = sum(self._formula.of(lengths, targets)) / processes
         if self._counted_step is not None and step >= self._counted_step:
             self._counted_step = None
             self._counter = FlopCounterMode(display=False).__enter__()

@@ -96,7 +96,7 @@ def answer_fit(
 
 
 def offload_note(request: PlanRequest, planned: Plan) -> str:
-    """Return a line on --activation_offload, whose saving no plan counts: how many bytes of layer
+    """Return a line on --activation_offload, which is not among the changes: how many bytes of layer
     inputs it keeps on the host. "" if the run cannot use it or already does."""
     model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
     text_config = model_config.get_text_config()
@@ -111,7 +111,7 @@ def offload_note(request: PlanRequest, planned: Plan) -> str:
     size = PRECISIONS[train.precision].compute.itemsize
     moved = size_text(layers * tokens * width * size)
     return (
-        "\nNot planned: with micro-batches of one sample, --activation_checkpointing full --activation_offload moves "
+        "\nNot tried: with micro-batches of one sample, --activation_checkpointing full --activation_offload moves "
         f"{layers} layers x {tokens:,} tokens x {width:,} x {size} bytes = {moved} per rank to host memory. "
         "Try it if less than that is missing."
     )

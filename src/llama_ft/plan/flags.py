@@ -46,6 +46,7 @@ GPUS: dict[str, float] = {
     "h200": 139.7,
     "b200": 178.3,
 }
+USUAL_GPUS = ("rtx4080", "rtx4090", "l40s", "h100")  # 16, 24, 48 and 80 GB
 WITHOUT_BF16 = ("t4", "v100", "v100-32")
 # Other ways to write these names, in lower case and without what is neither letter nor digit.
 OTHER_NAMES = {"a10080": "a100", "h10080": "h100", "v10016": "v100"}
@@ -76,6 +77,10 @@ class PlanFlags:
     quick: bool | None = None
     """Extrapolate from models of 3 and 5 layers, in seconds for any size. If not given: true with
     --fit. --quick false plans every layer."""
+
+    longest: list[str] | None = None
+    """Print the longest packed sequence that fits each of these GPUs or sizes (rtx4090,80GiB), with
+    what can be changed for it. Without a value: of 16, 24, 48 and 80 GB."""
 
     images: CountOrZero = 0
     """Images in each packed sequence, or in each padded sample; 0: text only."""
@@ -113,6 +118,9 @@ def read_plan_flags(
     ours = list[str]()
     others = list[str]()
     for word in words_of(argv):
+        if word.name == "longest" and word.value is None:
+            ours.append(f"{word.flag}={','.join(USUAL_GPUS)}")
+            continue
         (ours if word.flag and word.name in own else others).extend(word.as_typed)
     options, _, errors = read(ours, PlanFlags, description)
     whole = (ranks for ranks in range(1, RANKS_OF_A_NODE + 1) if options.nproc % ranks == 0)
@@ -120,6 +128,8 @@ def read_plan_flags(
     try:
         config, places = load(others, demo_config, paths=False)
         options.fit_bytes = device_bytes(options.fit) if options.fit else 0
+        for gpu in options.longest or ():
+            device_bytes(gpu, "--longest")
     except UserError as failure:
         raise UserError(*errors, *failure.messages) from None
     if options.gpu in WITHOUT_BF16 and config.train.precision.startswith("bf16"):
@@ -131,6 +141,8 @@ def read_plan_flags(
         )
     if options.image_tokens and not options.images:
         errors.append("--image_tokens: has no effect without --images.")
+    if options.longest and options.fit:
+        errors.append("--longest: cannot be combined with --fit. Remove one.")
     check(errors)
     if options.quick is None:
         options.quick = options.fit is not None
@@ -143,9 +155,9 @@ def find_gpu(text: str) -> str:
     return OTHER_NAMES.get(VENDORS.sub("", plain).removesuffix("gb"), "")
 
 
-def device_bytes(text: str) -> int:
-    """Return the bytes of a --fit value: `h100`, `80GiB`, `24000MB`, `24` (GiB). Raises UserError
-    for anything else."""
+def device_bytes(text: str, flag: str = "--fit") -> int:
+    """Return the bytes of a GPU's name or a size, the value of `flag`: `h100`, `80GiB`, `24000MB`, `24`
+    (GiB). Raises UserError for anything else."""
     if name := find_gpu(text):
         return int(GPUS[name] * 2**30)
     try:
@@ -155,4 +167,4 @@ def device_bytes(text: str) -> int:
         known = f"the memory of a rank, such as 80GiB, or one of {', '.join(GPUS)}"
         similar = difflib.get_close_matches(text.lower(), GPUS, n=1)
         hint = f" Did you mean {similar[0]}?" if similar else ""
-        raise UserError(f"--fit {text}: expected {known}.{hint}") from None
+        raise UserError(f"{flag} {text}: expected {known}.{hint}") from None

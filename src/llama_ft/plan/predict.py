@@ -31,6 +31,7 @@ from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from llama_ft.plan.types import Peak, Plan, PlannedMedia, PlanRequest, Recipe
 from llama_ft.runtime import Ranks, Target, computing_on, log_off
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
+from llama_ft.runtime.sequence import share_sequences
 from llama_ft.training.objectives.first_pass import FirstPass
 
 QUICK_LAYERS = (3, 5)
@@ -136,7 +137,7 @@ def _pass_plan(
     """Plan a pass of a model over the samples: frozen, without gradients."""
     config = _plannable(request.config)
     model_config, headers = read_headers(request.folder, config.model, layers)
-    context_length = models.resolve_context_length(config.data.context_length, model_config)
+    context_length = _context_length(request, model_config)
     batch = _full_batch(request, config.train.batch_size_training, context_length)
     tracker = Tracker(request.device)
     with _planning(request, tracker) as ranks:
@@ -172,7 +173,7 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
     )
     tracker = Tracker(request.device)
     together = recipe.build_objective(config).examples_per_sample
-    context_length = models.resolve_context_length(config.data.context_length, model_config)
+    context_length = _context_length(request, model_config)
     batch, validation = _largest_batches(request, model_config, context_length, together)
     is_validated = validation is not None
     with _planning(request, tracker) as ranks:
@@ -228,6 +229,12 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
         step_flops=step_flops,
         **_memory(request, tracker, saved_bytes, _pinned_excess(model)),
     )
+
+
+def _context_length(request: PlanRequest, model_config: PretrainedConfig) -> int:
+    if request.pack_length is not None:
+        return request.pack_length
+    return models.resolve_context_length(request.config.data.context_length, model_config)
 
 
 def _saves_copies(config: Config, is_validated: bool) -> bool:
@@ -338,7 +345,8 @@ def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_sha
     lengths = batch.example_lengths
     once = sum(formula.of(lengths, round(batch.tokens * target_share)))
     again = recomputed_share * formula.recomputed(lengths)
-    return round((once + again) * train.gradient_accumulation_steps)
+    whole = (once + again) * train.gradient_accumulation_steps
+    return round(whole / config.fsdp.sequence_parallel_size)
 
 
 def _full_batch(request: PlanRequest, samples: int, context_length: int) -> Batch:
@@ -420,20 +428,20 @@ def _memory(
         "peaks": peaks,
         "reserved_bytes": max(largest, reserved),
         "outside_bytes": outside,
+        "sequence_size": request.config.fsdp.sequence_parallel_size,
+        "host_activation_bytes": tracker.most_offloaded_bytes,
         **on_host,
     }
 
 
 def _plannable(config: Config) -> Config:
-    """Return the settings with those replaced that cannot be planned. Offloading activations needs
-    a GPU. The packages of flash attention and Liger may be missing here: sdpa takes as much memory
-    as flash attention, and layers without Liger take more. Layers are planned without
-    torch.compile."""
+    """Return the settings with those replaced that cannot be planned. The packages of flash
+    attention and Liger may be missing here: sdpa takes as much memory as flash attention, and layers
+    without Liger take more. Layers are planned without torch.compile."""
     implementation = config.model.attn_implementation
     attention = "sdpa" if implementation.startswith("flash") else implementation
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(config.train, activation_offload=False),
         model=dataclasses.replace(
             config.model, attn_implementation=attention, use_liger=False, compile=False
         ),
@@ -482,6 +490,7 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
     names = (
         "host_load_bytes",
         "host_save_bytes",
+        "host_activation_bytes",
         "checkpoint_bytes",
         "result_bytes",
         "reserved_bytes",
@@ -517,7 +526,11 @@ def _fake_world(request: PlanRequest) -> Iterator[Ranks]:
         mesh = mesh_over("cpu", ranks, degree)
         target = _planned_target(request)
         with computing_on(target):
-            yield Ranks(0, ranks, 0, local_ranks, here, here, "fake", mesh, None, target=target)
+            sequence = share_sequences("cpu", ranks, request.config.fsdp.sequence_parallel_size)
+            yield Ranks(
+                0, ranks, 0, local_ranks, here, here, "fake", mesh, None,
+                target=target, sequence=sequence,
+            )  # fmt: skip
     finally:
         dist.destroy_process_group()
 

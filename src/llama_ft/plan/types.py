@@ -68,11 +68,13 @@ class PlanRequest:
     # examples and loss tokens of the training data, for a teacher's file; None: unknown
     samples: tuple[int, int] | None = None
     media: PlannedMedia | None = None  # None: all samples are text
+    # tokens of packed sequences, which may be above the model's positions; None: as the settings say
+    pack_length: int | None = None
 
     @property
     def data_size(self) -> int:
         """Number of data ranks, which share the samples; see `Ranks.data`."""
-        return self.world_size
+        return self.world_size // self.config.fsdp.sequence_parallel_size
 
 
 @dataclass(frozen=True)
@@ -101,16 +103,18 @@ class Plan:
     host_save_bytes: int  # the same while saving
     checkpoint_bytes: int  # size of one checkpoint on disk, all ranks together
     result_bytes: int  # size of output_dir/model
-    tokens: int  # per micro-batch of a rank
+    tokens: int  # per micro-batch of a data rank
     is_quick: bool  # extrapolated from two models with few layers
     step_flops: int = 0  # of an optimizer step, with recomputation by activation checkpointing
     teacher_bytes_per_token: int = 0  # of the file of --objective distill, per loss token
     teacher_bytes: int = 0  # of all of that file; 0 if the data are unknown
+    sequence_size: int = 1  # ranks that share each packed sequence
+    host_activation_bytes: int = 0  # pinned host memory of offloaded activations
 
     @property
     def data_size(self) -> int:
         """Number of data ranks, which share the samples; see `Ranks.data`."""
-        return self.world_size
+        return self.world_size // self.sequence_size
 
     @property
     def peak(self) -> Peak:
@@ -120,7 +124,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory for this rank's tensors. On the CPU they are the device's."""
-        return max(self.host_load_bytes, self.host_save_bytes)
+        return max(self.host_load_bytes, self.host_save_bytes + self.host_activation_bytes)
 
     @property
     def device_bytes(self) -> int:
@@ -179,6 +183,8 @@ def describe(plan: Plan) -> str:
         libraries = "CUDA and NCCL" if plan.world_size > 1 else "CUDA"
         lines.append(f"{on_gpu} for {libraries}.")
         on_host = f"Host memory per rank for tensors: {load} while loading, {save} while saving"
+        if plan.host_activation_bytes:
+            on_host += f", {size_text(plan.host_activation_bytes)} of offloaded activations"
         lines.append(f"{on_host}; Python and its libraries take 0.5 to 2 GiB more.")
     else:
         python = "Python and its libraries take 0.4 GiB more, and unused heap up to 0.8 GiB"

@@ -148,7 +148,9 @@ def start_run(
     degree = models.shard_degree(fsdp)
     device = config.train.device
     with (
-        runtime.start(device, degree, fsdp.fsdp_cpu_offload, fraction, timeout) as ranks,
+        runtime.start(
+            device, degree, fsdp.fsdp_cpu_offload, fraction, timeout, fsdp.sequence_parallel_size
+        ) as ranks,
         observe.MemoryMonitor(ranks) as memory,
         explain_errors(config, ranks, memory, planner),
         checkpoint.removed_if_unused(ranks),

@@ -127,7 +127,8 @@ class TrainingRun:
         """Start to measure a step. `waited_seconds` is how long training waited for its batches."""
         lengths = [length for batch in step.batches for length in batch.example_lengths]
         targets = sum(batch.target_tokens for batch in step.batches)
-        self.throughput.begin_step(step.step, lengths, targets, waited_seconds)
+        processes = self.ranks.data.processes
+        self.throughput.begin_step(step.step, lengths, targets, waited_seconds, processes)
         self.waited_seconds = waited_seconds
         for part in self._parts:
             part.before_step(self, step)
@@ -145,7 +146,8 @@ class TrainingRun:
         """
         step = outcome.batches
         own = {
-            "tokens": sum(batch.tokens for batch in step.batches),  # without padding
+            # without padding; processes that share a sequence share its tokens
+            "tokens": sum(batch.tokens for batch in step.batches) / self.ranks.data.processes,
             "flops": self.throughput.flops,  # model FLOPs for these tokens
             "host_peak_bytes": self.memory.host_peak_bytes,  # highest so far
             "device_peak_bytes": self.memory.device_peak_bytes,

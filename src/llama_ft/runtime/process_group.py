@@ -42,6 +42,7 @@ from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
 from llama_ft.runtime.gather import gather
 from llama_ft.runtime.rendezvous import meet, store_of_given_group
 from llama_ft.runtime.run_lock import RunLock
+from llama_ft.runtime.sequence import SequenceRank, share_sequences
 from llama_ft.runtime.target import Target, computing_on
 
 T = TypeVar("T")
@@ -50,16 +51,17 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class DataRank:
     """Who gets which samples: a step's samples are divided among `size` data ranks, and this process
-    computes those of one of them. Every process is a data rank of its own. If several processes
-    computed different tokens of the same samples, they would be one data rank.
+    computes those of one of them. Processes that share sequences are one data rank.
 
     Attributes:
         rank: 0 to size - 1.
         size: number of data ranks.
+        processes: number of processes of a data rank.
     """
 
     rank: int
     size: int
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Ranks:
     signals: StopSignals = field(default_factory=StopSignals)  # requests to stop the run
     explainer: Explainer | None = None  # see `explain_errors_with`
     target: Target = Target()  # what the run computes on, also in a plan
+    # this process's part of the tokens of each packed sequence; None: it has all of them
+    sequence: SequenceRank | None = None
     # how long a rank waits for others before torch raises an error; the watchdog is earlier
     timeout: timedelta = timedelta(minutes=30)
     lock: RunLock | None = None  # where leads_disk, of the run's directory; see `take_lock`
@@ -120,6 +124,12 @@ class Ranks:
     @property
     def data(self) -> DataRank:
         """Which samples this process computes."""
+        processes = 1 if self.sequence is None else self.sequence.size
+        return DataRank(self.rank // processes, self.world_size // processes, processes)
+
+    @property
+    def answering(self) -> DataRank:
+        """Which prompts this process answers: every process answers its own."""
         return DataRank(self.rank, self.world_size)
 
     @property
@@ -296,7 +306,10 @@ class Ranks:
         if self.storage_device != self.device:
             lines.append("parameters and optimizer state in host memory")
         if global_batch == self.data.size * batch_size * micro_batches:
-            product = f"ranks ({self.data.size}) x micro-batch ({batch_size}) x accumulation ({micro_batches})"
+            shared = ""
+            if self.data.processes > 1:
+                shared = f" / sequence_parallel_size ({self.data.processes})"
+            product = f"ranks ({self.world_size}){shared} x micro-batch ({batch_size}) x accumulation ({micro_batches})"
         else:  # the resumed run began on another number of ranks
             product = f"as before, at most {batch_size} per rank and micro-batch"
             product += describe_uneven(global_batch, self.data.size)
@@ -312,6 +325,7 @@ def start(
     cpu_offload: bool = False,
     memory_fraction: float | None = None,
     timeout_seconds: float = 1800.0,
+    sequence_size: int = 1,
 ) -> Iterator[Ranks]:
     """Start the process group, unless there is one, and end the process as described in
     `runtime.exit` if the block fails.
@@ -321,16 +335,15 @@ def start(
         shard_degree: number of ranks that share one copy of the model; world: all ranks, node:
             those of one node.
         cpu_offload: keep parameters and optimizer state in host memory.
-        memory_fraction: largest share of its GPU's memory that each rank may allocate, 0 to 1;
-            None: all.
+        memory_fraction: largest share of its GPU that each rank may allocate, 0 to 1; None: all.
         timeout_seconds: how long a rank waits for others.
+        sequence_size: number of ranks that share each packed sequence.
 
     Yields:
         The Ranks. NCCL carries CUDA tensors, gloo CPU tensors.
 
     Raises:
-        UserError: there are more processes than GPUs, or the ranks cannot be divided into groups of
-            that size.
+        UserError: there are more processes than GPUs, or the ranks do not divide into such groups.
     """
     is_given = dist.is_initialized()
     with exit_on_error():
@@ -359,10 +372,10 @@ def start(
             degree = resolve_degree(shard_degree, launch.world_size, launch.local_world_size)
             devices = _Devices(place, storage, claim_device(place, memory_fraction))
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
-            mesh = _open_mesh(launch, place, store, degree, timeout)
-            ranks = _make_ranks(launch, devices, mesh, store, signals, timeout)
+            groups = _open_groups(launch, place, store, _Sizes(degree, sequence_size), timeout)
+            ranks = _make_ranks(launch, devices, groups, store, signals, timeout)
             if launch.world_size > 1:
-                watchdog = Watchdog(store, mesh, timeout_seconds, end)
+                watchdog = Watchdog(store, groups.mesh, timeout_seconds, end)
             with _watched_until_all_leave(watchdog), computing_on(ranks.target):
                 yield ranks
             _finish(ranks)
@@ -381,10 +394,24 @@ class _Devices(NamedTuple):
     note: str
 
 
+class _Sizes(NamedTuple):
+    """Ranks that share one copy of the model, and that share a packed sequence."""
+
+    shard: int
+    sequence: int
+
+
+class _Groups(NamedTuple):
+    """See the attributes of `Ranks`."""
+
+    mesh: DeviceMesh
+    sequence: SequenceRank | None
+
+
 def _make_ranks(
     launch: Launch,
     devices: _Devices,
-    mesh: DeviceMesh,
+    groups: _Groups,
     store: dist.Store,
     signals: StopSignals,
     timeout: timedelta,
@@ -398,7 +425,8 @@ def _make_ranks(
         device=devices.device,
         storage_device=devices.storage,
         device_note=devices.note,
-        mesh=mesh,
+        mesh=groups.mesh,
+        sequence=groups.sequence,
         store=store,
         attempt_file=attempt_file,
         earlier=earlier_attempt(attempt_file.read()),
@@ -442,15 +470,14 @@ def _configure_cpu(storage: torch.device, local_world_size: int) -> None:
         use_fp32_matmuls()
 
 
-def _open_mesh(
+def _open_groups(
     launch: Launch,
     device: torch.device,
     store: dist.Store,
-    degree: int,
+    sizes: _Sizes,
     timeout: timedelta,
-) -> DeviceMesh:
-    """Start the process group, unless there is one, and return a mesh in which `degree` ranks share
-    one copy of the model."""
+) -> _Groups:
+    """Start the process group, unless there is one, and return the groups of these sizes."""
     is_cuda = device.type == "cuda"
     # With a device_id torch starts NCCL at once, and barriers use it. One process needs neither:
     # without it barriers use gloo, so a machine where NCCL fails can train.
@@ -464,11 +491,12 @@ def _open_mesh(
             store=store,
             device_id=device_id,
         )
-    mesh = mesh_over(device.type, launch.world_size, degree)
+    mesh = mesh_over(device.type, launch.world_size, sizes.shard)
     for group in mesh.get_all_groups():
         # init_device_mesh uses torch's default: 10 min with NCCL
         _set_pg_timeout(timeout, group)
-    return mesh
+    sequence = share_sequences(device.type, launch.world_size, sizes.sequence, timeout)
+    return _Groups(mesh, sequence)
 
 
 @contextmanager

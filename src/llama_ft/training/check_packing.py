@@ -4,7 +4,7 @@ other."""
 import inspect
 import math
 import re
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from datasets import Dataset
@@ -15,9 +15,12 @@ from llama_ft.data import Media, collate
 from llama_ft.errors import UserError, reason
 from llama_ft.models import BuiltModel, packed_arguments, without_graphs
 from llama_ft.models.packing.rope import longrope_lengths
+from llama_ft.models.packing.shared_sequences import own_positions, whole_of
 from llama_ft.models.quantization.layers import QuantizedLinear
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.runtime import Ranks, log
+from llama_ft.runtime.sequence import SequenceRank
+from llama_ft.training.objectives.base import divisible, shared_sequence
 
 COMPARED_SAMPLES = 3
 TOKENS = 16  # per sample: enough to see a difference, and cheap
@@ -74,8 +77,8 @@ def check_packing(
     # that of Transformers
     mixers.config._attn_implementation = (attention or "").removeprefix("packed_") or None
     alone = []
-    for number, own_positions in compared.segments:
-        alone.append(_logits(built, compared.alone(number), own_positions.to(device)))
+    for number, compared_positions in compared.segments:
+        alone.append(_logits(built, compared.alone(number), compared_positions.to(device)))
     mixers.config._attn_implementation = attention
     _check_values(built, alone)
     is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
@@ -148,17 +151,29 @@ class _TextSamples:
 
     def packed(self) -> dict[str, Any]:
         """Return the arguments for all samples in one sequence."""
-        input_ids = torch.cat(self._prompts).unsqueeze(0).to(self._device)
-        layout = packed_arguments(self._built, self.lengths, self._device)
-        return {"input_ids": input_ids, "use_cache": False, **layout}
+        input_ids = torch.cat(self._prompts).unsqueeze(0)
+        lengths = self.lengths
+        sequence = shared_sequence(self._built)
+        if sequence is not None:
+            input_ids, lengths = divisible(input_ids, lengths, sequence.size)
+            input_ids = sequence.part(input_ids, 1)
+        layout = packed_arguments(self._built, lengths, self._device)
+        return {"input_ids": input_ids.to(self._device), "use_cache": False, **layout}
 
 
 def _packed_logits(
     built: BuiltModel, compared: ComparedSamples, positions: torch.Tensor
 ) -> torch.Tensor:
     """Return `_logits` of packed samples. An error of the model's code becomes a UserError."""
+    inputs = compared.packed()
+    sequence = shared_sequence(built)
     try:
-        return _logits(built, compared.packed(), positions)
+        if sequence is None:
+            return _logits(built, inputs, positions)
+        own, in_part = _own_positions(positions, inputs, sequence)
+        # one position more, so that none has no position
+        some = _logits(built, inputs, F.pad(in_part, (0, 1)))
+        return cast(torch.Tensor, whole_of(some[:-1], own, len(positions), sequence))
     except (torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except Exception as error:  # of the model's own code, which computes each sample alone
@@ -167,6 +182,15 @@ def _packed_logits(
             f"--batching_strategy packing: {name} cannot compute packed samples "
             f"({reason(error)}).\nUse --batching_strategy padding."
         ) from error
+
+
+def _own_positions(
+    positions: torch.Tensor, inputs: dict[str, Any], sequence: SequenceRank
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `own_positions` on the device of `inputs`."""
+    own_tokens = inputs["input_ids"].shape[1]
+    own, in_part = own_positions(positions.cpu(), own_tokens, sequence)
+    return own.to(positions.device), in_part.to(positions.device)
 
 
 def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> float:
@@ -186,10 +210,17 @@ def _has_exact_chunked_loss(
     model = built.model
     if not built.has_chunked_loss:
         return False
+    sequence = shared_sequence(built)
+    if sequence is not None:
+        own, positions = _own_positions(positions, inputs, sequence)
+        packed = packed[own]
     targets = inputs["input_ids"][0].roll(-1)[positions]
     with without_graphs(model):
-        chunked = model(**inputs, positions=positions, targets=targets)[0].item()
-    of_logits = F.cross_entropy(packed, targets, reduction="sum").item()
+        loss = model(**inputs, positions=positions, targets=targets)[0]
+    losses = torch.stack([loss, F.cross_entropy(packed, targets, reduction="sum")])
+    if sequence is not None:
+        torch.distributed.all_reduce(losses, group=sequence.group)
+    chunked, of_logits = losses.tolist()
     is_equal = math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS)
     if not is_equal:
         log.warning(

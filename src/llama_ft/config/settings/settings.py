@@ -330,6 +330,10 @@ class FSDPConfig:
     sharding_group_size: Count | None = None
     """HYBRID_SHARD: ranks that share one copy of the model; if not given, the ranks of a node."""
 
+    sequence_parallel_size: Count = 1
+    """Ranks that share each packed sequence, for long context: activations per rank are divided by
+    this number, and so is the global batch. It must divide the ranks and the attention heads."""
+
     fsdp_wrap_policy: Literal["transformer", "size", "hybrid"] = "hybrid"
     """FSDP units, all-gathered at once. transformer: each decoder layer; size: modules of
     min_num_params or more;

@@ -39,12 +39,13 @@ LLAMA_RECIPES = set(
 # a flag, not a setting
 CONFIG = Setting("", "config", "text", (), False, None, "The YAML config that is read first.")
 
-# Earlier names of settings, which still work: --label_smoothing, --no_plan and, in a YAML file,
-# no_plan with the opposite value.
+# Other names of settings, which work, too: --label_smoothing, --context_parallel_size, --no_plan and,
+# in a YAML file, no_plan with the opposite value.
 EARLIER_NAMES: dict[str, str] = {
     "label_smoothing": "dpo_label_smoothing",
     "plan": "plan_memory",
     "use_double_quant": "double_quant",  # llama-recipes' name
+    "context_parallel_size": "sequence_parallel_size",
 }
 
 # Names that are flags of another program.

@@ -115,6 +115,7 @@ _NAMES: dict[str, str] = {
     "sharding_strategy HYBRID_SHARD": "hsdp",
     "sharding_group_size": "replica_group_size dp_shard_size dp_replicate_size data_parallel_shard_dim "
     "data_parallel_replicate_dim",
+    "sequence_parallel_size": "sequence_parallel_degree context_parallel_degree",
     "fsdp_cpu_offload": "offload_params fsdp_offload_params offload_optimizer offload_param",
     "low_cpu_fsdp": "cpu_ram_efficient_loading low_cpu_ram fsdp_sync_module_states",
     "fsdp_wrap_policy": "auto_wrap_policy",
@@ -143,8 +144,8 @@ WITHOUT_COUNTERPART: frozenset[str] = frozenset(
     "tokenizer_type base_model_config cls_model_config processor_type tokenizer_use_fast "
     "peft_layers_to_transform relora lora_mlp_kernel lora_qkv_kernel lora_o_kernel eval_sample_packing "
     "pad_to_sequence_len sample_packing_group_size dataset_prepared_path shuffle_merged_datasets lr_groups "
-    "cosine_min_lr_ratio fp8 float16 rl trl final_state_dict_type context_parallel_size "
-    "sequence_parallel_degree tensor_parallel_size save_adapter_weights_only shuffle collate_fn loss "
+    "cosine_min_lr_ratio fp8 float16 rl trl final_state_dict_type "
+    "tensor_parallel_size save_adapter_weights_only shuffle collate_fn loss "
     "num_output_chunks optimizer_in_bwd enable_fp8_training fp8_recipe_name tensor_parallel_dim "
     "tensor_parallel_plan log_peak_memory_stats model._component_ checkpointer._component_ "
     "tokenizer._component_".split()

@@ -160,8 +160,8 @@ class AnswerScores(Scores):
         starts = range(0, len(order), self._batch_size)
         batches = [order[start : start + self._batch_size] for start in starts]
         answers = dict[int, str]()
-        for first in range(0, len(batches), ranks.data.size):
-            number = first + ranks.data.rank
+        for first in range(0, len(batches), ranks.answering.size):
+            number = first + ranks.answering.rank
             is_own = number < len(batches)
             # all ranks must generate equally often: one without a batch repeats the shortest prompt
             batch = batches[number] if is_own else order[-1:]

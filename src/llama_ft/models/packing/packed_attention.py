@@ -11,7 +11,7 @@ sequences (padded batches, generation) to those.
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +25,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.cpu import block_attention
+from llama_ft.errors import UserError
 from llama_ft.libraries.evidence import EAGER_ATTENTION, FLASH_ATTENTION_ARGUMENTS
 from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base import attention_kernels
@@ -33,11 +34,14 @@ from llama_ft.models.base.replaced_functions import marked
 from llama_ft.models.base.torch_2_11 import shared_heads
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packing.packed_samples import (
+    NOT_SHARED,
     PackedSamples,
     TokenMixers,
     current_samples,
     set_samples,
 )
+from llama_ft.models.packing.shared_sequences import attend_over_heads, check_can_share
+from llama_ft.runtime import Ranks
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
 from llama_ft.runtime.target import current_target
@@ -53,18 +57,30 @@ CAUSAL = 1  # mask type of the memory-efficient kernel
 KERNEL_LENGTH_MULTIPLE = 32
 
 
-def use_packed_attention(built: BuiltModel) -> TokenMixers:
+def use_packed_attention(built: BuiltModel, ranks: Ranks | None = None) -> TokenMixers:
     """Make a model keep packed samples apart: attention by the functions here (set in its config,
     but not in a saved one), other token mixers sample by sample. `check_packing` tests the
-    result. If the model is already prepared, only its config is set."""
+    result. If the model is already prepared, only its config is set.
+
+    Args:
+        built: the model.
+        ranks: they may share packed sequences; None: the model is not computed, or by one rank.
+
+    Raises:
+        UserError: its attention heads cannot be divided among the ranks that share a sequence.
+    """
     model = built.model
     mixers = built.mixers
+    sequence = ranks.sequence if ranks is not None else None
+    if sequence is not None:
+        check_can_share(model.config.get_text_config(), type(model).__name__, sequence)
     if mixers is None:
         mixers = TokenMixers(model, has_towers=bool(built.towers))
         for tower in built.tower_modules:
             tower.register_forward_pre_hook(_without_samples, with_kwargs=True)
         model.register_forward_pre_hook(partial(_begin, mixers), with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)
+        mixers.sequence = sequence
     if mixers.per_sample:
         log.info(f"Packed samples are computed one after another by {mixers.names()}.")
     if not mixers.attention:
@@ -94,13 +110,17 @@ def packed_arguments(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids,
-    for packed samples of `lengths` tokens. `device`: where the model computes."""
+    for packed samples of `lengths` tokens. `device`: where the model computes. Ranks that share the
+    sequence get the positions of their own tokens; the number of tokens is a multiple of the
+    ranks."""
     model = built.model
     mixers = built.mixers
     assert mixers is not None
     samples = PackedSamples.of(lengths, device)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    position_ids = marked(sent(positions.unsqueeze(0), device), needs_no_mask=True)
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    if mixers.sequence is not None:
+        positions = mixers.sequence.part(positions, 1)
+    position_ids = marked(sent(positions, device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     if mixers.needs_scope:  # for some models, such as Mamba, forward takes neither
         parameters = inspect.signature(model.base_model.forward).parameters
@@ -112,7 +132,9 @@ def packed_arguments(
         numbers = torch.arange(len(lengths), dtype=torch.int32)
         per_token = torch.repeat_interleave(numbers, torch.tensor(lengths))
         indices = sent(per_token.unsqueeze(0), device)
-    arguments["packed_samples"] = replace(samples, equal_length=equal_length, indices=indices)
+    arguments["packed_samples"] = replace(
+        samples, equal_length=equal_length, indices=indices, sequence=mixers.sequence
+    )
     # as Transformers passes them on
     if "flash" in (private(mixers.config, "_attn_implementation") or ""):
         arguments |= {"cu_seq_lens_q": samples.offsets, "cu_seq_lens_k": samples.offsets}
@@ -157,6 +179,35 @@ def _mask_if_given(
     return None if current_samples() is not None else make_mask(**arguments)
 
 
+def _over_shared_heads(attend: Callable[..., Attention]) -> Callable[..., Attention]:
+    """Make an attention function for packed sequences compute this rank's part of the heads, if
+    several ranks share the sequence."""
+
+    @wraps(attend)
+    def forward(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,  # AFMoE passes it by name
+        packed_samples: PackedSamples | None = None,
+        **arguments: Any,
+    ) -> Attention:
+        samples = packed_samples
+        if samples is None and not torch.compiler.is_compiling():
+            samples = current_samples()
+        if samples is None or samples.sequence is None:
+            return attend(module, query, key, value, attention_mask, packed_samples, **arguments)
+        if attention_mask is not None:
+            raise UserError(f"{NOT_SHARED}: {type(module).__name__} has a mask of its own.")
+        own = partial(attend, packed_samples=replace(samples, sequence=None))
+        tensors = (query, key, value)
+        return attend_over_heads(own, module, tensors, samples.sequence, arguments)
+
+    return forward
+
+
+@_over_shared_heads
 def _packed_sdpa(
     module: nn.Module,
     query: torch.Tensor,
@@ -214,6 +265,7 @@ def _packed_sdpa(
     return _call_kernel_per_sample(tensors, samples, scale, window, is_efficient)
 
 
+@_over_shared_heads
 def _packed_eager(
     module: nn.Module,
     query: torch.Tensor,

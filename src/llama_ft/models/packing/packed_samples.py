@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.errors import UserError
 from llama_ft.libraries.evidence import (
     ATTENTION_INTERFACE,
     CACHE_LENGTHS,
@@ -35,9 +36,13 @@ from llama_ft.libraries.evidence import (
 )
 from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base.replaced import replace_method
+from llama_ft.models.packing.shared_sequences import AllTokens
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
+from llama_ft.runtime.sequence import SequenceRank
 from llama_ft.runtime.target import current_target
+
+NOT_SHARED = "--sequence_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class PackedSamples:
     equal_length: bool = False  # all samples have one length, so a plan of cuDNN's kernel pays off
     # int32 [1, tokens], on the device: the sample of each token; for kernels
     indices: torch.Tensor | None = None
+    # The ranks that share the sequence, each with an equal part of its tokens; None: this rank has
+    # all of them. Lengths and offsets are always those of the whole sequence.
+    sequence: SequenceRank | None = None
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "PackedSamples":
@@ -77,7 +85,8 @@ class PackedSamples:
         chunks = []
         for length in self.lengths:
             chunks += [min(size, length - start) for start in range(0, length, size)]
-        return PackedSamples.of(chunks, self.offsets.device)
+        cut = PackedSamples.of(chunks, self.offsets.device)
+        return replace(cut, sequence=self.sequence)
 
 
 _CURRENT: ContextVar[PackedSamples | None] = ContextVar("packed samples", default=None)
@@ -115,10 +124,12 @@ class TokenMixers:
         per_sample: mixers that run sample by sample.
         with_kernels: mixers whose kernels get the offsets of the samples.
         needs_scope: some mixer gets the samples only from `samples_of`, not as an argument.
+        sequence: the ranks that share each packed sequence; None: each rank has its own.
     """
 
     def __init__(self, model: PreTrainedModel, has_towers: bool = False) -> None:
         self._model = model
+        self.sequence: SequenceRank | None = None
         self.config: PretrainedConfig = model.config
         text: nn.Module = model
         if has_towers:
@@ -201,6 +212,8 @@ class TokenMixers:
             samples = current_samples()
             if samples is None or not (mixer in self.per_sample or mixer in self.with_kernels):
                 return plain(*args, **kwargs)
+            if samples.sequence is not None:
+                return _of_all_tokens(forward, samples, args, kwargs)
             if mixer in self.with_kernels:
                 kwargs = kwargs | {
                     "cu_seq_lens_q": samples.offsets,
@@ -266,25 +279,75 @@ class _SampleSlice:
             return None  # samples_of provides it
         if isinstance(value, _PerSample):
             return value[self.number]
-        if isinstance(value, dict):
-            return {name: self.of(each) for name, each in value.items()}
-        if isinstance(value, torch.Size):
-            return torch.Size(self.length if size == self.total else size for size in value)
-        if type(value) in (tuple, list):
-            return type(value)(self.of(each) for each in value)
+        if isinstance(value, dict | tuple | list):
+            return _with_tokens(value, self.total, self.length, self.of)
         if not isinstance(value, torch.Tensor):
             return value
-        has_all_pairs = value.shape[-2:] == (self.total, self.total)
-        is_mask = has_all_pairs and value.ndim in (2, 4)
-        if is_mask:
-            dims = [-2, -1]
-        else:
-            # the first of these that has all tokens; none if the tensor has no tokens
-            possible = [dim for dim in (1, 2, 3, 0) if dim < value.ndim]
-            dims = [dim for dim in possible if value.shape[dim] == self.total][:1]
-        for dim in dims:
+        for dim in _dims_of_tokens(value, self.total):
             value = value.narrow(dim, self.start, self.length)
         return value
+
+
+def _with_tokens(value: Any, tokens: int, new_tokens: int, change: Callable[[Any], Any]) -> Any:
+    """Return a container of a module's arguments with all entries changed; of a shape the number of
+    tokens."""
+    if isinstance(value, dict):
+        return {name: change(each) for name, each in value.items()}
+    if isinstance(value, torch.Size):
+        return torch.Size(new_tokens if size == tokens else size for size in value)
+    if type(value) in (tuple, list):
+        return type(value)(change(each) for each in value)
+    return value
+
+
+def _dims_of_tokens(value: torch.Tensor, tokens: int) -> list[int]:
+    """Return the dimensions of a module's argument that have all `tokens`: both of a mask [..,
+    tokens, tokens]; of other tensors the first one, or none."""
+    has_all_pairs = value.shape[-2:] == (tokens, tokens)
+    if has_all_pairs and value.ndim in (2, 4):
+        return [-2, -1]
+    possible = [dim for dim in (1, 2, 3, 0) if dim < value.ndim]
+    return [dim for dim in possible if value.shape[dim] == tokens][:1]
+
+
+def _of_all_tokens(
+    forward: Callable[..., Any],
+    samples: PackedSamples,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a token mixer with the tokens of all ranks that share the sequence, and return this
+    rank's part of its output. Each of them computes all tokens, which is exact for any
+    architecture."""
+    assert samples.sequence is not None
+    total = sum(samples.lengths)
+    own_tokens = total // samples.sequence.size
+    tokens = AllTokens(samples.sequence, own_tokens)
+
+    def gathered(value: Any) -> Any:
+        if isinstance(value, PackedSamples):
+            return None  # samples_of provides it
+        if isinstance(value, dict | tuple | list):
+            return _with_tokens(value, own_tokens, total, gathered)
+        if not isinstance(value, torch.Tensor):
+            return value
+        dims = _dims_of_tokens(value, own_tokens)
+        if len(dims) > 1:
+            raise UserError(f"{NOT_SHARED}: this model makes a mask of all pairs of tokens.")
+        return tokens.gathered(value, dims[0]) if dims else value
+
+    def own(value: Any) -> Any:
+        if isinstance(value, _PerSample) or not isinstance(
+            value, dict | tuple | list | torch.Tensor
+        ):
+            return value
+        if not isinstance(value, torch.Tensor):
+            return _with_tokens(value, total, own_tokens, own)
+        dims = _dims_of_tokens(value, total)
+        return tokens.own(value, dims[0]) if dims else value
+
+    with samples_of(replace(samples, sequence=None)):
+        return own(forward(*gathered(args), **gathered(kwargs)))
 
 
 def _joined(outputs: list[Any], lengths: tuple[int, ...]) -> Any:

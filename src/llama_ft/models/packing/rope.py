@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from llama_ft.libraries.evidence import ROPE_TYPE
 from llama_ft.models.packing.packed_samples import PackedSamples, current_samples
@@ -41,13 +42,16 @@ class _SampleLengths:
         """Forget the mask. A hook after the forward pass."""
         self._mask = None
 
-    def per_token(self, tokens: int) -> torch.Tensor | None:
+    def per_token(self) -> torch.Tensor | None:
         """Return the length of each token's sample, on the device: [1, tokens] of a packed
         sequence, [samples, 1] of a padded batch. None for other calls."""
         samples: PackedSamples | None = current_samples()
         if samples is not None:
             lengths = samples.offsets.diff()
-            return torch.repeat_interleave(lengths, lengths, output_size=tokens).unsqueeze(0)
+            total = sum(samples.lengths)
+            by_token = torch.repeat_interleave(lengths, lengths, output_size=total).unsqueeze(0)
+            sequence = samples.sequence
+            return by_token if sequence is None else sequence.part(by_token, 1)
         return None if self._mask is None else self._mask.sum(dim=1, keepdim=True)
 
 
@@ -106,12 +110,18 @@ def _choose_factors(
     call = inspect.signature(rotary.forward).bind(*args, **kwargs)
     position_ids = call.arguments["position_ids"]
     original = _original_positions(rotary, call.arguments.get("layer_type"))
-    sample_lengths = lengths.per_token(position_ids.shape[-1])
+    sample_lengths = lengths.per_token()
     if original is None or sample_lengths is None:
         return output
     # Not a call of the module, which would call this hook again.
     call.arguments["position_ids"] = position_ids.clamp(max=original - 1)
     short = rotary.forward(*call.args, **call.kwargs)
+    samples = current_samples()
+    if samples is not None and samples.sequence is not None and samples.longest > original:
+        # this rank may have the first tokens of a long sample only: one more position tells
+        added = functional.pad(position_ids, (0, 1), value=samples.longest - 1)
+        call.arguments["position_ids"] = added
+        output = tuple(part[:, :-1] for part in rotary.forward(*call.args, **call.kwargs))
     # Then only long samples use the long factors.
     is_long = (sample_lengths > original).unsqueeze(-1)
     pairs = zip(output, short, strict=True)

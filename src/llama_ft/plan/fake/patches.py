@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch.nn import functional
+from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 
 from llama_ft.errors import UserError
@@ -60,12 +61,14 @@ class _KernelNorm(torch.autograd.Function):
 @contextmanager
 def counted_memory(
     count: Callable[[torch.UntypedStorage], None],
+    offloading: Callable[..., Any],
     allocating: Callable[[Function, MemoryCategory], Function],
 ) -> Iterator[None]:
     """In the block, report memory that no operator of this rank shows.
 
     Args:
         count: called with each storage after it was resized.
+        offloading: returns a context in which autograd keeps tensors on the host.
         allocating: returns a function wrapped so that its memory counts for a category.
     """
     resize = torch.UntypedStorage.resize_
@@ -88,6 +91,8 @@ def counted_memory(
         # They must not be counted.
         patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
     ]
+    # It copies to pinned memory, which a machine without a GPU does not have.
+    patches.append(patch.object(modeling_utils, "save_on_cpu", offloading))
     # A dispatch mode sees these allocations, but not what they are for.
     for (owner, name), category in ALLOCATING.items():
         counted = allocating(getattr(owner, name), category)

@@ -10,12 +10,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from llama_ft.cpu import block_attention, rms_norm
@@ -66,6 +67,7 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         peaks: the peak of each phase.
+        most_offloaded_bytes: most pinned host memory of --activation_offload.
     """
 
     def __init__(self, device: str) -> None:
@@ -81,6 +83,8 @@ class Tracker(TorchDispatchMode):
         self._model: nn.Module | None = None
         self._head: nn.Module | None = None
         self._hooked: set[int] = set()
+        self.most_offloaded_bytes = 0
+        self._offloaded_bytes = 0
 
     def enter(self, phase: Phase) -> None:
         """See PhaseMonitor."""
@@ -147,11 +151,29 @@ class Tracker(TorchDispatchMode):
     def planning(self) -> Iterator[None]:
         """In the block, all tensors are fake and counted."""
         with (
-            counted_memory(self.count_storage, self._allocating),
+            counted_memory(self.count_storage, self._offloading, self._allocating),
             FakeTensorMode(allow_non_fake_inputs=True),
             self,
         ):
             yield
+
+    def _offloading(self, *_: Any, **__: Any) -> saved_tensors_hooks:
+        """In place of `save_on_cpu`: what autograd keeps leaves the device until it is needed."""
+        return saved_tensors_hooks(self._to_host, _OnHost.copy_back)
+
+    def _to_host(self, tensor: torch.Tensor) -> "_OnHost | torch.Tensor":
+        if not isinstance(tensor, FakeTensor):  # bookkeeping, such as positions
+            return tensor
+        moved = _OnHost(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        # torch rounds pinned memory up to a power of two
+        nbytes = 1 << max(0, tensor.nbytes - 1).bit_length()
+        self._offloaded_bytes += nbytes
+        self.most_offloaded_bytes = max(self.most_offloaded_bytes, self._offloaded_bytes)
+        weakref.finalize(moved, self._free_on_host, nbytes)
+        return moved
+
+    def _free_on_host(self, nbytes: int) -> None:
+        self._offloaded_bytes -= nbytes
 
     def _allocating(
         self, function: Callable[..., Any], holder: MemoryCategory
@@ -257,6 +279,25 @@ class Tracker(TorchDispatchMode):
         nbytes, holder = self._alive.pop(key)
         if nbytes:
             self._change(-nbytes, holder)
+
+
+@dataclass(frozen=True, eq=False)
+class _OnHost:
+    """A tensor that autograd keeps on the host."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def copy_back(stored: "_OnHost | torch.Tensor") -> torch.Tensor:
+        """Return it on the device again."""
+        if isinstance(stored, torch.Tensor):
+            return stored
+        return torch.empty_strided(
+            stored.shape, stored.stride, dtype=stored.dtype, device=stored.device
+        )
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -29,7 +29,9 @@ from llama_ft.models.computing.chunked_loss import (
     cross_entropy,
     token_loss,
 )
+from llama_ft.models.packing.shared_sequences import own_positions, whole_of
 from llama_ft.runtime import Ranks, current_target, sent
+from llama_ft.runtime.sequence import SequenceRank
 from llama_ft.training.objectives.first_pass import FirstPass
 
 PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
@@ -124,10 +126,12 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class TargetLosses:
-    """What `target_losses` computes."""
+    """What `target_losses` computes. Ranks that share sequences have all losses per token, but only
+    the sums of their own targets."""
 
-    losses: torch.Tensor  # float32 [targets], or their sum
-    targets: int
+    losses: torch.Tensor  # float32 [all targets], or the sum of this rank's own
+    targets: int  # that this rank has computed
+    all_targets: int  # of the micro-batch
     # the routers' auxiliary loss without its coefficient, as a sum over targets; 0.0 if there is none
     router_loss: torch.Tensor | float
     sums: dict[str, torch.Tensor]  # of `token_numbers`, over targets
@@ -147,15 +151,33 @@ def token_numbers(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torc
 
 def with_token_sums(result: LossSum, computed: TargetLosses, built: BuiltModel) -> LossSum:
     """Add to the loss of a micro-batch the routers' auxiliary loss, and to what is logged the sums
-    over its tokens. `result` may count tokens or samples."""
+    over its tokens. `result` may count this rank's tokens or the micro-batch's samples."""
+    counts_samples = result.count != computed.targets
+    balance = computed.router_loss
+    if counts_samples:  # from a sum over tokens to one over samples
+        balance = balance * (result.count / max(1, computed.all_targets))
+        result = counted_once(result, built)
     logged = dict(result.logged)
     for name, value in computed.sums.items():
         _, _, suffix = name.rpartition("/")  # see `logged_means`
         logged |= {name: value, f"count/{suffix}": value.new_full((), computed.targets)}
-    balance = computed.router_loss
-    if result.count != computed.targets:  # from a sum over tokens to one over samples
-        balance = balance * (result.count / max(1, computed.targets))
     return with_router_loss(replace(result, logged=logged), balance, built)
+
+
+def counted_once(result: LossSum, built: BuiltModel) -> LossSum:
+    """Return the loss of whole samples so that ranks that share sequences, which all have it, count
+    it once: the first of them. The gradients of the others stay, because each rank's reach its own
+    tokens only."""
+    sequence = shared_sequence(built)
+    if sequence is None or sequence.rank == 0:
+        return result
+    logged = {name: torch.zeros_like(value) for name, value in result.logged.items()}
+    return LossSum(result.loss - result.loss.detach(), 0, logged)
+
+
+def shared_sequence(built: BuiltModel) -> SequenceRank | None:
+    """Return the ranks that share each packed sequence; None if this rank has its own."""
+    return None if built.mixers is None else built.mixers.sequence
 
 
 def with_router_loss(result: LossSum, balance: torch.Tensor | float, built: BuiltModel) -> LossSum:
@@ -181,7 +203,7 @@ def target_losses(
     Args:
         built: causal language model; position t predicts token t + 1. With a chunked loss it makes
             logits of a few hundred positions at a time; otherwise those of all positions with a
-            target.
+            target. Of a shared sequence, each rank computes the targets of its own tokens.
         batch: labels are not shifted; IGNORED positions are not targets.
         device: where the model computes.
         loss_fn: logits [n, vocab] and targets [n] -> losses [n], perhaps as a `TokenLoss`.
@@ -192,12 +214,21 @@ def target_losses(
     labels = shifted_labels(batch)
     # On the host: nonzero() on the device would wait for its result, to know its size.
     host_positions = (labels != IGNORED).nonzero().squeeze(1)  # [targets]
-    positions = sent(host_positions, device)
     tokens = sent(labels[host_positions], device)
-    targets = torch.arange(len(tokens), device=device) if is_numbered else tokens
+    inputs = model_inputs(built, batch, device)
+    numbers = torch.arange(len(tokens), device=device)
+    own_tokens = tokens
+    sequence = shared_sequence(built)
+    if sequence is not None:
+        # labels were shifted before: the target of a part's last token is in the next part
+        length = inputs["input_ids"].shape[1]
+        own, host_positions = own_positions(host_positions, length, sequence)
+        numbers = sent(own, device)
+        own_tokens = tokens[numbers]
+    positions = sent(host_positions, device)
+    targets = numbers if is_numbered else own_tokens
     if built.model.training:
         loss_fn = _with_token_numbers(loss_fn, tokens if is_numbered else None)
-    inputs = model_inputs(built, batch, device)
     if built.has_chunked_loss:  # then the forward method is ours: models/computing/chunked_loss.py
         losses, router_logits, sums = built.model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
@@ -209,8 +240,21 @@ def target_losses(
         losses = result.losses if per_token else result.losses.sum()
         sums = {name: values.detach().sum() for name, values in result.numbers.items()}
         router_logits = getattr(output, "router_logits", None)
-    balance = router_loss(built, router_logits, inputs.get("attention_mask"), len(targets))
-    return TargetLosses(losses, len(targets), balance, sums)
+    mask = inputs.get("attention_mask")
+    if sequence is not None:
+        mask = _without_added(batch, inputs, sequence)
+    balance = router_loss(built, router_logits, mask, len(targets))
+    if sequence is not None and per_token:
+        losses = whole_of(losses, numbers, len(tokens), sequence)
+    return TargetLosses(losses, len(targets), len(tokens), balance, sums)
+
+
+def _without_added(batch: Batch, inputs: dict[str, Any], sequence: SequenceRank) -> torch.Tensor:
+    """Return which of this rank's tokens are those of samples, bool [1, tokens] on the device."""
+    ids = inputs["input_ids"]
+    length = ids.shape[1]
+    positions = torch.arange(length) + sequence.rank * length
+    return sent((positions < batch.input_ids.shape[1]).unsqueeze(0), ids.device)
 
 
 def _with_token_numbers(loss_fn: LossFunction, tokens: torch.Tensor | None) -> LossFunction:
@@ -228,12 +272,15 @@ def _with_token_numbers(loss_fn: LossFunction, tokens: torch.Tensor | None) -> L
 
 def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[str, Any]:
     """Return what a model is called with for a micro-batch, on the device: tokens, and which
-    examples they belong to."""
+    examples they belong to. Of a shared sequence, tokens and positions are this rank's own."""
     input_ids = batch.input_ids
     lengths = batch.example_lengths
     if batch.is_packed:
         input_ids, lengths = _filled_up(built, batch)
         layout = packed_arguments(built, lengths, device)
+        sequence = shared_sequence(built)
+        if sequence is not None:
+            input_ids = sequence.part(input_ids, 1)
     else:
         mask = batch.attention_mask.bool()
         is_full = bool(mask.all())  # asked on the host, where it does not wait for the device
@@ -301,6 +348,9 @@ def _filled_up(built: BuiltModel, batch: Batch) -> tuple[torch.Tensor, list[int]
     example.)"""
     input_ids = batch.input_ids
     lengths = batch.example_lengths
+    sequence = shared_sequence(built)
+    if sequence is not None:
+        return divisible(input_ids, lengths, sequence.size)
     missing = -input_ids.shape[1] % PAD_MULTIPLE[current_target().device]
     # The new example must not have more positions than the longest one.
     is_too_long = missing > max(lengths)
@@ -315,6 +365,25 @@ def _filled_up(built: BuiltModel, batch: Batch) -> tuple[torch.Tensor, list[int]
         added = text[-1:].expand(1, missing)
     filled = torch.cat([input_ids, added], dim=1)
     return filled, [*lengths, missing]
+
+
+def divisible(
+    input_ids: torch.Tensor, lengths: list[int], ranks: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Return the tokens and lengths with additional examples, so that all ranks that share the
+    sequence have equally many tokens. Each example is a copy of the first tokens of the longest one,
+    so that none has more positions than that. See `_filled_up`."""
+    missing = -input_ids.shape[1] % (ranks * PAD_MULTIPLE[current_target().device])
+    longest = max(lengths)
+    start = sum(lengths[: lengths.index(longest)])
+    tokens = [input_ids]
+    added = []
+    while missing:
+        length = min(missing, longest)
+        tokens.append(input_ids[:, start : start + length])
+        added.append(length)
+        missing -= length
+    return torch.cat(tokens, dim=1), [*lengths, *added]
 
 
 def shifted_labels(batch: Batch) -> torch.Tensor:

@@ -128,7 +128,7 @@ class Distillation(Objective):
         """See `Objective`. It counts loss tokens."""
         if not built.model.training:
             computed = target_losses(built, batch, ranks.device)
-            return with_token_sums(LossSum(computed.losses, batch.target_tokens), computed, built)
+            return with_token_sums(LossSum(computed.losses, computed.targets), computed, built)
         labels = shifted_labels(batch)
         host_targets = labels[labels != IGNORED]
         assert self.teacher is not None  # filled by `first_pass`
@@ -148,4 +148,4 @@ class Distillation(Objective):
             return self._weight * divergence + (1 - self._weight) * plain
 
         computed = target_losses(built, batch, ranks.device, mixed_loss, is_numbered=True)
-        return with_token_sums(LossSum(computed.losses, batch.target_tokens), computed, built)
+        return with_token_sums(LossSum(computed.losses, computed.targets), computed, built)

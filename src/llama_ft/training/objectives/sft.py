@@ -67,4 +67,4 @@ class SupervisedFineTuning(Objective):
         """See `Objective`. It counts loss tokens."""
         loss_fn = self._training_loss if built.model.training else cross_entropy
         computed = target_losses(built, batch, ranks.device, loss_fn)
-        return with_token_sums(LossSum(computed.losses, batch.target_tokens), computed, built)
+        return with_token_sums(LossSum(computed.losses, computed.targets), computed, built)

@@ -295,7 +295,7 @@ class TeacherPass(FirstPass):
             batch = layout.collate(samples, indices)
             token_ids, log_probabilities = self.compute(built, batch, ranks)
             numbers = token_ids.to(torch.int32).cpu().numpy(), log_probabilities.cpu().numpy()
-            yield ranks.gather((indices, *numbers))
+            yield _joined(ranks.gather((indices, *numbers)), ranks.data.processes)
         free_unsharded(built.model)
 
     def _read_column(self, fingerprint: dict[str, Any]) -> Path:
@@ -353,6 +353,17 @@ class TeacherPass(FirstPass):
             raise RunFailure(f"teacher: {count:,} of {plural(total, 'sample')} computed.")
 
 
+def _joined(parts: list[Any], processes: int) -> list[Any]:
+    """Return the result of each data rank from those of all processes: the processes that share a
+    sequence have computed its targets in the order of their ranks."""
+    joined = []
+    for first in range(0, len(parts), processes):
+        indices, *_ = parts[first]
+        _, token_ids, log_probabilities = zip(*parts[first : first + processes], strict=True)
+        joined.append((indices, numpy.concatenate(token_ids), numpy.concatenate(log_probabilities)))
+    return joined
+
+
 @contextlib.contextmanager
 def _abandoned_on_error(writers: list[TeacherWriter]) -> Iterator[None]:
     try:
@@ -397,7 +408,7 @@ def most_likely_of(
         chunks.append(most_likely(logits[:, :vocabulary], size, temperature))
         return torch.zeros(len(targets), device=logits.device)
 
-    targets = target_losses(built, batch, device, collect, per_token=True).targets
+    targets = target_losses(built, batch, device, collect).targets
     # the last chunk is padded
     token_ids = torch.cat([ids for ids, _ in chunks])[:targets]
     log_probabilities = torch.cat([values for _, values in chunks])[:targets]

@@ -1,0 +1,129 @@
+"""Several ranks share a packed sequence: losses and gradients are those of each sample alone, computed
+in one process by Transformers' own attention."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import forked
+from models.packing import shared_sequences_job as job
+from torch.nn import functional
+
+from llama_ft.errors import UserError
+from llama_ft.models.packing.shared_sequences import own_positions
+from llama_ft.runtime.sequence import SequenceRank, share_sequences
+
+FAST = ("llama", "gemma 3", "sinks", "latent attention", "longrope", "routers", "delta nets")
+SIMPO = "llama by simpo"
+# Sums over all tokens in another order: of the largest gradient of a tensor. Recurrences add rounding.
+TOLERANCE = {"delta nets": 2e-5}
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One launch of ranks that share all sequences; with 4 ranks key heads are repeated."""
+    folder = tmp_path_factory.mktemp("shared")
+    cases = (*FAST, SIMPO) if request.param == 2 else (*job.CASES, SIMPO)
+    size = str(request.param)
+    finished = forked(Path(job.__file__), folder, size, *cases, ranks=request.param, timeout=900)
+    assert finished.exit_code == 0, finished.output
+    return folder
+
+
+def log_probabilities(case: str, batch: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A model, and the log-probabilities of the targets of each sample alone."""
+    model: Any = job.make(case).train()
+    samples = []
+    for ids, labels in batch.examples():
+        mask = torch.ones(1, len(ids), dtype=torch.int64)
+        logits = model(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0]
+        is_target = labels[1:] != -100
+        losses = functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
+        samples.append(-losses[is_target])
+    return model, samples
+
+
+def assert_gradients(found: dict[str, torch.Tensor], model: torch.nn.Module, case: str) -> None:
+    tolerance = TOLERANCE.get(case, 2e-6)
+    compared = 0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        compared += 1
+        scale = parameter.grad.abs().max().clamp(min=1e-2)  # a key's bias has no gradient
+        difference = (found[name] - parameter.grad).abs().max()
+        assert difference <= tolerance * scale, name
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in job.CASES],
+)
+def test_losses_and_gradients_of_shared_sequences_are_those_of_each_sample_alone(
+    case: str, launch: Path
+) -> None:
+    file = launch / f"{case}.pt"
+    if not file.exists():
+        pytest.skip("runs with 4 ranks")
+    found = torch.load(file)
+    model, samples = log_probabilities(case, job.make_batch())
+    expected = -torch.cat(samples).sum()
+    assert found["count"] == sum(map(len, samples))
+    balance = 0.0
+    if case == "routers":  # of all tokens, times the loss tokens
+        balance = found["logged"]["router_aux_loss"] * job.make("routers").router_aux_loss_coef
+        assert balance > 0
+    else:
+        expected.backward()
+        assert_gradients(found["gradients"], model, case)
+    assert found["loss"] - balance == pytest.approx(expected.item(), rel=2e-6)
+
+
+def test_the_routers_loss_is_that_of_all_tokens_of_the_sequence(launch: Path) -> None:
+    found = torch.load(launch / "routers.pt")
+    model: Any = job.make("routers").train()
+    batch = job.make_batch()
+    layers: dict[int, list[torch.Tensor]] = {}
+    for ids, _ in batch.examples():
+        output = model(input_ids=ids[None], attention_mask=torch.ones(1, len(ids)), use_cache=False)
+        for number, logits in enumerate(output.router_logits):
+            layers.setdefault(number, []).append(logits)
+    routed = torch.cat([torch.cat(parts) for parts in layers.values()]).softmax(-1)
+    chosen = routed.topk(2, dim=-1).indices
+    fractions = torch.bincount(chosen.flatten(), minlength=4) / len(routed)
+    expected = (fractions * routed.mean(0)).sum().item() * 4
+    assert found["logged"]["router_aux_loss"] / found["count"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_pair_loss_over_shared_sequences_is_that_of_the_whole_responses(launch: Path) -> None:
+    found = torch.load(launch / f"{SIMPO}.pt")
+    model, samples = log_probabilities("llama", job.pairs())
+    assert [len(sample) for sample in samples] == [36, 19, 0, 34]
+    means = [sample.sum() / max(1, len(sample)) for sample in samples]
+    beta, gamma = 0.1, 0.5  # the defaults of beta and simpo_gamma
+    chosen = torch.stack(means[::2])
+    rejected = torch.stack(means[1::2])
+    losses = -functional.logsigmoid(beta * (chosen - rejected) - gamma)
+    losses.sum().backward()
+    assert found["loss"] == pytest.approx(losses.sum().item(), rel=1e-6)
+    assert found["count"] == 2
+    assert found["logged"]["rewards/chosen"] == pytest.approx(beta * chosen.sum().item(), rel=1e-5)
+    assert_gradients(found["gradients"], model, "llama")
+
+
+def test_each_target_is_computed_by_one_rank() -> None:
+    positions = torch.tensor([0, 5, 6, 9, 11])
+    parts = []
+    for rank in range(2):
+        group: Any = None  # not asked
+        numbers, in_part = own_positions(positions, 6, SequenceRank(rank, 2, group))
+        parts.append((numbers.tolist(), in_part.tolist()))
+    assert parts == [([0, 1], [0, 5]), ([2, 3, 4], [0, 3, 5])]
+
+
+def test_ranks_that_cannot_be_divided_into_groups_are_a_user_error() -> None:
+    expected = "--sequence_parallel_size 3: 4 ranks cannot be divided into groups of 3"
+    with pytest.raises(UserError, match=expected):
+        share_sequences("cpu", 4, 3)
