@@ -7,7 +7,7 @@ from conftest import REPOSITORY
 from edited_copy import EditedCopy
 from pages import Page
 
-PAGE = REPOSITORY / "docs" / "development" / "add-a-loss.md"
+PAGES = REPOSITORY / "docs" / "development"
 # argv: a name, and a setting that it does not have
 LOAD = """
 import sys
@@ -47,48 +47,6 @@ logits = model(ids).logits.log_softmax(-1)
 scores = logits[:, :-1].gather(2, ids[:, 1:, None]).sum((1, 2)) - reference
 torch.testing.assert_close(found, torch.relu(1 - 0.5 * (scores[0] - scores[1])))
 """
-ENTRY = """    "scored": ObjectiveEntry(
-        "llama_ft.training.objectives.scored:Scored",
-        settings=OF_TEXT,
-        first_pass=PassEntry(
-            file="scored.safetensors",
-            paths={"teacher_model": "model_of_new_run"},
-            is_needed=lambda s: True,
-            why_no_stream="cannot be used: objective {objective} scores all samples before training.",
-        ),
-    ),
-    "kto": ObjectiveEntry(
-"""
-SCORED = '''
-from llama_ft.training.objectives.first_pass import FirstPass
-from llama_ft.training.objectives.sft import SupervisedFineTuning
-
-
-class ScorePass(FirstPass):
-    """Scores all samples with another model."""
-
-    title = "Scores"
-    flag = "--teacher_model"
-
-    def prepare(self, inputs, build_model, memory):
-        self._inputs = inputs
-
-    def complete(self, built, directory):
-        pass
-
-    def compute(self, built, batch, ranks):
-        pass
-
-    def fill_for_plan(self):
-        pass
-
-
-class Scored(SupervisedFineTuning):
-    """Next-token prediction, weighted by scores."""
-
-    def first_pass(self, config):
-        return ScorePass(config, config.preference.teacher_model, config.quantization)
-'''
 WITH_PASS = """
 from llama_ft.config.paths import RUN_ENTRIES
 assert objective.first_pass(config).flag == "--teacher_model"
@@ -102,16 +60,19 @@ def copy(tmp_path: Path) -> EditedCopy:
 
 
 def test_the_pair_loss_of_the_page_changes_two_files(copy: EditedCopy) -> None:
-    [diff] = [block for block in Page(PAGE).blocks("diff") if "hinge" in block]
+    [diff] = [block for block in Page(PAGES / "add-a-loss.md").blocks("diff") if "hinge" in block]
     copy.apply(diff)
     copy.run("-c", LOAD + HINGE, "hinge", "simpo_gamma")
     assert len(copy.touched()) == 2
 
 
-def test_an_objective_with_a_pass_over_another_model_changes_at_most_three_files(
+def test_the_objective_of_the_page_with_a_pass_over_another_model_changes_two_files(
     copy: EditedCopy,
 ) -> None:
-    copy.replace("src/llama_ft/config/objectives.py", '    "kto": ObjectiveEntry(\n', ENTRY)
-    copy.write("src/llama_ft/training/objectives/scored.py", SCORED)
+    page = Page(PAGES / "add-an-objective.md")
+    [diff] = page.blocks("diff")
+    [file] = page.blocks("python")
+    copy.apply(diff)
+    copy.write("src/llama_ft/training/objectives/scored.py", file)
     copy.run("-c", LOAD + WITH_PASS, "scored", "beta")
-    assert len(copy.touched()) <= 3
+    assert len(copy.touched()) == 2
