@@ -146,11 +146,10 @@ def start_run(
     timeout = parse_duration(config.train.collective_timeout)
     fraction = config.train.device_memory_fraction
     degree = models.shard_degree(fsdp)
+    parallel = fsdp.sequence_parallel_size
     device = config.train.device
     with (
-        runtime.start(
-            device, degree, fsdp.fsdp_cpu_offload, fraction, timeout, fsdp.sequence_parallel_size
-        ) as ranks,
+        runtime.start(device, degree, fsdp.fsdp_cpu_offload, fraction, timeout, parallel) as ranks,
         observe.MemoryMonitor(ranks) as memory,
         explain_errors(config, ranks, memory, planner),
         checkpoint.removed_if_unused(ranks),
