@@ -620,6 +620,7 @@ A number refers to the [reasons](#reasons) below the table. All other columns bu
   others) are built with `is_decoder=true`. Their published checkpoints are encoders, and are rejected.
 - The weights here are not quantized. Published directories may be: gpt_oss in MXFP4, DeepSeek V3 and MiniMax M2 in FP8.
   [Models](../guides/models.md#quantized-checkpoints-from-the-hub) has the planned memory of some.
+- apertus1p5_text, dory, exaone, hy_v4_vl, inkling2_loop, lara_mini, sarvam_mla and sarvam_moe need Transformers 5.24.
 - paligemma is built with its default text model. With Gemma 2's it is causal on text, and is rejected all the same.
 
 """

@@ -158,7 +158,7 @@ def test_an_adapter_that_peft_cannot_load_is_rejected(save_small: Callable[[str]
     base = save_small("inkling2_text")
     with pytest.raises(UserError, match=r"PEFT would not load .*sconv\.weight_proj\.lora_A"):
         inject_lora(skeleton(base), PeftConfig(use_peft=True, target_modules="all-linear"), "base")
-    inject_lora(skeleton(base), PeftConfig(use_peft=True, target_modules=["q_proj"]), "base")
+    inject_lora(skeleton(base), PeftConfig(use_peft=True, target_modules=["sink_proj"]), "base")
 
 
 DEEPSEEK = {"num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2,

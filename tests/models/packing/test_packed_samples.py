@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
@@ -74,9 +75,10 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         | {"intermediate_size_mlp": 64, "layer_types": ["chunked_attention", "full_attention"] * 2},
         "Llama4TextAttention",
     ),
+    # until 5.23; then it goes through the attention interface
     "GPTJ": (
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
-        "GPTJAttention",
+        "GPTJAttention" if Version(transformers.__version__) < Version("5.24") else "",
     ),
     "StableLm": ({}, ""),  # its attention has the interface, and drops what it should be given
 }

@@ -175,7 +175,8 @@ def check(folder: Path, expected: PreTrainedModel) -> None:
         key = keys[name]
         rows = parameter.shape[0]
         assert source.tensors[key].shape == tuple(parameter.shape)
-        assert source.tensors[key].dtype == torch.bfloat16
+        # from 5.24 on, Transformers keeps routers of DeepSeek V3 in fp32, as it saved them
+        assert source.tensors[key].dtype in (torch.bfloat16, parameter.dtype)
         assert torch.equal(source.read(key).to(parameter.dtype), parameter), name
         parts = [
             source.read_rows(key, start, min(start + 37, rows)) for start in range(0, rows, 37)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import losses, metrics, run_cases
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
@@ -58,8 +60,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "inkling2_text": INKLING,
     "xlstm": {"num_blocks": 2, "num_heads": 4, "chunk_size": 16},
 }
-# Transformers keeps vectors and convolutions of Inkling 2 in fp32; its xLSTM computes in fp32 only.
-TOLERANCE = {"minimax": 1e-6, "openai-gpt": 1e-6, "inkling2_text": 2e-3, "xlstm": 2e-3}
+# Transformers keeps vectors and convolutions of Inkling 2 in fp32, from 5.24 on also those of queries,
+# keys and values; its xLSTM computes in fp32 only.
+INKLING_TOLERANCE = 5e-3 if Version(transformers.__version__) >= Version("5.24") else 2e-3
+TOLERANCE = {
+    "minimax": 1e-6,
+    "openai-gpt": 1e-6,
+    "inkling2_text": INKLING_TOLERANCE,
+    "xlstm": 2e-3,
+}
 
 
 def save_model(folder: Path, name: str) -> Path:
@@ -136,7 +145,7 @@ def test_two_ranks_train_fp32_routers_as_separate_fsdp_units(  # type: ignore[no
         "mixed": "--precision bf16_mixed",
         "size": "--precision bf16_mixed --fsdp_wrap_policy size",
         "pure": "--precision bf16_pure",
-        "lora": "--precision bf16_mixed --use_peft --target_modules q_proj",
+        "lora": "--precision bf16_mixed --use_peft --target_modules sink_proj",
     }
     flags = [f"{common} {cases[name]} --output_dir {tmp_path}/{name}" for name in names]
     output = run_cases(tmp_path, [line.split() for line in flags], ranks=2).output
