@@ -141,8 +141,7 @@ def start_run(
         planner: path of recipes/plan.py.
     """
     fsdp = config.fsdp
-    # it forks, so before any thread starts
-    preflight = Preflight(recipe, off=not config.memory.plan_memory)
+    preflight = Preflight(recipe, off=not config.memory.plan_memory)  # it forks: before threads
     timeout = parse_duration(config.train.collective_timeout)
     fraction = config.train.device_memory_fraction
     degree = models.shard_degree(fsdp)
