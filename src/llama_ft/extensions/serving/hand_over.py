@@ -75,7 +75,7 @@ class HandOver:
             refusal = newest.refusal(self.source, str(self.out), base.dtype, self.target.server)
             raise UserError(refusal)
         rename_layers(folder, newest)
-        lines = [f"Written for {titles(verdicts)}. {serve_line(newest, folder, base, self.out)}"]
+        lines = [f"Written for {titles(verdicts)}:\n{serve_line(newest, folder, base, self.out)}"]
         if newest.renames:
             lines.append(f"{len(newest.renames)} layers have the names of the server's.")
         older = [verdict for verdict in verdicts[1:] if verdict.problems]
@@ -264,6 +264,8 @@ def finish_export(options: Any, written: Path) -> str:
     is_adapter = (written / ADAPTER_CONFIG).is_file()
     base_name = base_of(options) if is_adapter else ""
     base = base_folder(base_name, source) if is_adapter else written
+    if base_name == "demo":  # no server knows it
+        base_name = str(base)
     hand_over = HandOver(target, source, options.out, base_name, base)
     lines = hand_over.finish_adapter(written) if is_adapter else hand_over.finish_model(written)
     return "\n".join([line for line in (target.note, lines) if line])
