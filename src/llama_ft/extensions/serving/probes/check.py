@@ -1,5 +1,6 @@
 """`check --server`: compare a running server with the probes of a run."""
 
+import json
 import os
 import sys
 from collections import Counter
@@ -53,7 +54,7 @@ def check_server(flags: ServerFlags) -> None:
     server = Server(url, parse_duration(flags.server_timeout))
     model = check_model(server, flags.model)
     answers = ask(server, model, probes.probes)
-    verdict = _judge_parts(probes, answers)
+    verdict = _judge_parts(probes, answers, _trains_head(file.parent))
     if verdict.weights is None:
         raise UserError(
             f"{run}: the adapter changes the log-probabilities of the probes by {verdict.effect:.1e} on average, "
@@ -110,13 +111,21 @@ def compared(probes: Probes, answers: Sequence[Answer]) -> ServerNumbers:
     return numbers
 
 
-def _judge_parts(probes: Probes, answers: Sequence[Answer]) -> Verdict:
-    """Judge by all log-probabilities; by those of the tokens after the prompts alone if they are
-    right and the others are not: vLLM computes those of prompts without an adapter of the LM
-    head."""
+def _trains_head(folder: Path) -> bool:
+    """Return whether the adapter of a directory, if there is one, is also of the LM head."""
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        return "lm_head" in str(settings["target_modules"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _judge_parts(probes: Probes, answers: Sequence[Answer], has_head: bool = False) -> Verdict:
+    """Judge by all log-probabilities. With an adapter of the LM head, those of the tokens after the
+    prompts may be right and the others not: vLLM computes those of prompts without it."""
     prompts, following = compared(probes, answers)
     verdict = judge(prompts + following, probes.quantization)
-    if following and verdict.weights is Weights.OTHER:
+    if has_head and following and verdict.weights is Weights.OTHER:
         alone = judge(following, probes.quantization)
         if alone.weights is Weights.FINE_TUNED:
             return alone
