@@ -36,8 +36,9 @@ SIGLIP = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56,
     "patch_size": 14, "vision_use_head": False,
 }  # fmt: skip
+# as in the published models: vLLM on a CPU has a kernel for heads of 128
 LINEAR_ATTENTION = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -97,7 +98,6 @@ def _mistral3() -> PretrainedConfig:
 def _gpt_oss() -> PretrainedConfig:
     return transformers.GptOssConfig(
         **TEXT, num_local_experts=4, num_experts_per_tok=2, sliding_window=32, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
 
 
