@@ -11,10 +11,7 @@ NOT_NOUNS = {"asked", "found", "kept", "made", "wanted"}
 # not done yet
 UNDONE = (
     "export/weights.py",
-    "models/build.py",
     "models/built.py",
-    "models/published",
-    "models/quantization",
     "models/weights",
 )
 

@@ -74,7 +74,7 @@ def local_folder(
         raise UserError(f"{flag} {name}: {folder_problem(folder, 'a directory')}")
     patterns = NEEDED_FILES + (["*.safetensors"] if weights else [])
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             name, allow_patterns=patterns, ignore_patterns=DUPLICATES, local_files_only=not ask_hub
         )
     except (HFValidationError, HTTPError, OSError) as error:
@@ -87,11 +87,11 @@ def local_folder(
             f"{flag} {name}: no such directory, and {constants.ENDPOINT} does not provide it ({reason(error)}).\n"
             f"{advice}; `hf auth login` logs in (or set HF_TOKEN)."
         ) from error
-    if weights and not any(Path(found).glob("*.safetensors")):
+    if weights and not any(Path(snapshot).glob("*.safetensors")):
         raise UserError(
             f"{flag} {name}: the repository has no safetensors weights. {TO_SAFETENSORS}"
         )
-    return Path(found)
+    return Path(snapshot)
 
 
 def check_no_adapter(folder: Path, flag: str, continued: str | None = None) -> None:
@@ -321,12 +321,12 @@ def find_new_tokens(
     return new if ids else None
 
 
-def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:
+def resolve_context_length(setting: int | None, config: PretrainedConfig) -> int:
     """Return the maximum tokens of a sample: the setting, else the model's maximum, but at most
     4096. Raises UserError if the setting exceeds the model's positions."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if asked is not None and longest is not None and asked > longest:
+    if setting is not None and longest is not None and setting > longest:
         raise UserError(
-            f"--context_length {asked}: this model has {longest} positions; use {longest} or less."
+            f"--context_length {setting}: this model has {longest} positions; use {longest} or less."
         )
-    return asked or min(longest or 4096, 4096)
+    return setting or min(longest or 4096, 4096)

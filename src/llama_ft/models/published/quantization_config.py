@@ -16,13 +16,13 @@ def find_quantization_config(settings: Mapping[str, Any]) -> dict[str, Any] | No
     that of a text_config, too. Raises UserError if it cannot be one."""
     for part in (settings, *settings.values()):
         if isinstance(part, Mapping) and part.get("quantization_config"):
-            found: dict[str, Any] = part["quantization_config"]
-            if not isinstance(found, dict):
-                raise wrong_setting("", found, "settings by name")
-            method = found.get("quant_method")
+            quantization: dict[str, Any] = part["quantization_config"]
+            if not isinstance(quantization, dict):
+                raise wrong_setting("", quantization, "settings by name")
+            method = quantization.get("quant_method")
             if not isinstance(method, str | None):
                 raise wrong_setting("quant_method", method, 'a name such as "fp8"')
-            return found
+            return quantization
     return None
 
 

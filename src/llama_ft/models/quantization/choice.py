@@ -92,9 +92,9 @@ def _prequantized(
         method = "bitsandbytes"  # whose older versions do not write it
     is_4bit = quantization_config.get("load_in_4bit")
     if method not in (None, "bitsandbytes") or not is_4bit:
-        found = f"of {method}" if method else "without quant_method"
+        method_text = f"of {method}" if method else "without quant_method"
         raise UserError(
-            f"--model_name: config.json has a quantization_config {found} that is not supported. Supported are: "
+            f"--model_name: config.json has a quantization_config {method_text} that is not supported. Supported are: "
             f"bitsandbytes in 4 bits, {', '.join(FORMATS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
         )
     if settings.mode == "8bit" or settings.double_quant or not use_peft:
@@ -113,10 +113,10 @@ def _as_stored(
     """Return the quantization of a published checkpoint whose weights stay as they are stored: linear
     layers, or stacked experts. `dtype`: of dequantized weights."""
     if weight_format is None or weight_format.scheme is None:
-        found = "not quantized" if weight_format is None else weight_format.method
+        stored_form = "not quantized" if weight_format is None else weight_format.method
         expected = " or ".join(methods_kept_as_stored())
         raise UserError(
-            f"--quantization as_stored: the checkpoint is {found}; expected {expected}. Leave it out, or use "
+            f"--quantization as_stored: the checkpoint is {stored_form}; expected {expected}. Leave it out, or use "
             f"--quantization 4bit."
         )
     scheme = weight_format.scheme.of(weight_format.quantization_config, dtype)
@@ -138,11 +138,11 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     scheme = quantization.scheme
     is_prequantized = quantization.is_prequantized
     skip = _skipped_patterns(built, quantization)
-    read = read_linears(model)  # not called, so a quantized layer could not replace them
+    uncalled = read_linears(model)  # not called, so a quantized layer could not replace them
     linears = {
         name: module
         for name, module in model.named_modules()
-        if _is_linear(module) and module not in read
+        if _is_linear(module) and module not in uncalled
     }
     stacks = _stacked_weights(model)
     names = [*linears, *stacks]
@@ -267,14 +267,14 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _stacked_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return stacked weights [experts, rows, columns], which their module reads itself, by name."""
-    found = dict[str, nn.Parameter]()
+    weights = dict[str, nn.Parameter]()
     for prefix, module in model.named_modules():
         if isinstance(module, _ConvNd):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 3 and min(parameter.shape) > 1:
-                found[f"{prefix}.{name}"] = parameter
-    return found
+                weights[f"{prefix}.{name}"] = parameter
+    return weights
 
 
 def _gates(model: nn.Module) -> set[nn.Module]:

@@ -426,25 +426,25 @@ def quantize_stacks(module: nn.Module, names: list[str], scheme: Scheme) -> None
 
 def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
     """Return all quantized weights of a model."""
-    found = []
+    weights = []
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             shape = (module.out_features, module.in_features)
             scale: Any = module.scale
-            found.append(
+            weights.append(
                 QuantizedWeight(
                     cast(Any, module.weight), scale, shape, module.scheme, module.is_prequantized
                 )
             )
         elif isinstance(module, QuantizedStacks):
             own = cast(dict[str, nn.Parameter], module._parameters)
-            found += [
+            weights += [
                 QuantizedWeight(
                     own[name], own[f"{name}_scale"], shape, module.scheme, module.is_prequantized
                 )
                 for name, shape in module.stack_shapes.items()
             ]
-    return found
+    return weights
 
 
 def weight_counts(model: nn.Module) -> dict[int, int]:
