@@ -228,9 +228,9 @@ def export_model(
     source = built.folder
     stored = built.stored
     # tied ones once
-    kept = model.state_dict().keys()
+    stored_names = model.state_dict().keys()
     tensors = dict[str, torch.Tensor](model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in stored_names}
     # Training may hold frozen weights and buffers rounded to 16 bits.
     from_base = {
         name

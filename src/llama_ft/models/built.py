@@ -189,11 +189,11 @@ class BuiltModel:
     @property
     def trained_tower_weights(self) -> list[nn.Parameter]:
         """The trained parameters of `trained_towers`."""
-        found = []
+        weights = []
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and is_in(name, self.trained_towers):
-                found.append(parameter)
-        return found
+                weights.append(parameter)
+        return weights
 
     @property
     def tower_modules(self) -> list[nn.Module]:

@@ -115,7 +115,7 @@ class ConvertedSource(WeightSource):
             group = _Group(target, converter, collected, self._context)
             file = source.tensors[next(iter(collected.values()))[0]].file
             try:
-                group.made.update(group.convert(header))
+                group.results.update(group.convert(header))
             except RuntimeError as error:  # torch's, of tensors that cannot be stacked
                 counts = ", ".join(
                     f"{len(names)} of {pattern}" for pattern, names in collected.items()
@@ -124,7 +124,7 @@ class ConvertedSource(WeightSource):
                     f"{file}: the tensors for {target} do not fit each other: {counts} ({reason(error)}).\n"
                     f"Download the model again."
                 ) from error
-            for name, tensor in group.made.items():
+            for name, tensor in group.results.items():
                 self._groups[name] = group
                 self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
         for name, stored in self.renamed.items():
@@ -302,10 +302,10 @@ def saved_layout(
 
 def _by_pattern(converters: list[WeightConverter]) -> dict[str, WeightConverter]:
     """Return the converter of each pattern of names."""
-    found = dict[str, WeightConverter]()
+    by_pattern = dict[str, WeightConverter]()
     for converter in converters:
-        found |= dict.fromkeys(converter.source_patterns, converter)
-    return found
+        by_pattern |= dict.fromkeys(converter.source_patterns, converter)
+    return by_pattern
 
 
 def _reverted(
@@ -341,7 +341,9 @@ class _Group:
     # pattern of the converter -> names of matching tensors, in order
     collected: dict[str, list[str]]
     context: dict[str, Any]  # information for operations
-    made: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> result on the meta device
+    results: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # name -> result on the meta device
 
     @property
     def by_expert(self) -> bool:
@@ -366,10 +368,10 @@ class _Group:
         for pattern, names in self.collected.items():
             for name in names[part]:
                 converter.add_tensor(self.target, name, pattern, take(name))  # type: ignore[arg-type]
-        made = converter.convert(self.target, **self.context)
+        results = converter.convert(self.target, **self.context)
         # Transformers returns some tensors in a list of one.
         tensors = {}
-        for name, tensor in made.items():
+        for name, tensor in results.items():
             tensors[name] = tensor[0] if isinstance(tensor, list) else tensor
         return tensors
 

@@ -316,12 +316,12 @@ def _to_quantized(
             scheme.quantize(block.to(device=device, dtype=dtype))
             for block in rows.split(rows_at_once)
         ]
-        made: Sequence[torch.Tensor] = parts[0]
+        joined: Sequence[torch.Tensor] = parts[0]
         if len(parts) > 1:
-            made = [torch.cat(blocks) for blocks in zip(*parts, strict=True)]
+            joined = [torch.cat(blocks) for blocks in zip(*parts, strict=True)]
         return [
             part.view(stop - start, *shard.shape[1:])
-            for part, shard in zip(made, shards, strict=True)
+            for part, shard in zip(joined, shards, strict=True)
         ]
 
     return ShardLoad(shards, weight.shape, [shard.dtype for shard in shards], make, at_once)
