@@ -78,8 +78,8 @@ class GgufModel:
         """Return the name of a stored tensor; None if it is of another part than the text."""
         key = text_key(key)
         module, _, end = key.rpartition(".")
-        found = self.names.get_name(module)
-        return f"{found}.{end}" if found else None
+        name = self.names.get_name(module)
+        return f"{name}.{end}" if name else None
 
     def converted(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values of a tensor as llama.cpp stores them. Of LoRA's B, too, which has the
@@ -168,30 +168,30 @@ def gguf_model(folder: Path) -> GgufModel:
 def _differences(model: GgufModel) -> list[str]:
     """Return the settings that llama.cpp's architecture does not have."""
     config = model.config
-    found = []
+    differences = []
     kind = model.rope.get("rope_type", "default")
     scalings = (
         ("default", "linear", "llama3") if model.architecture == "llama" else ("default", "linear")
     )
     if kind not in scalings:
-        found.append(f"rope_type {kind}")
+        differences.append(f"rope_type {kind}")
     if model.rope.get("partial_rotary_factor", 1.0) != 1.0:
-        found.append("partial_rotary_factor")
+        differences.append("partial_rotary_factor")
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation != ACTIVATIONS.get(model.architecture, "silu"):
-        found.append(f"hidden_act {activation}")
+        differences.append(f"hidden_act {activation}")
     if model.architecture != "gemma3":
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            found.append(f"sliding_window {config.sliding_window}")
-        return found
+            differences.append(f"sliding_window {config.sliding_window}")
+        return differences
     if config.final_logit_softcapping or config.attn_logit_softcapping:
-        found.append("softcapping")
+        differences.append("softcapping")
     if config.query_pre_attn_scalar != model.head_size:
-        found.append(f"query_pre_attn_scalar {config.query_pre_attn_scalar}")
+        differences.append(f"query_pre_attn_scalar {config.query_pre_attn_scalar}")
     if config.rope_parameters["sliding_attention"]["rope_theta"] != GEMMA_LOCAL_THETA:
-        found.append("rope_theta of local layers")
+        differences.append("rope_theta of local layers")
     full = [number for number, kind in enumerate(config.layer_types) if kind == "full_attention"]
     expected = range(GEMMA_PATTERN - 1, config.num_hidden_layers, GEMMA_PATTERN)
     if full != list(expected):
-        found.append("layer_types")
-    return found
+        differences.append("layer_types")
+    return differences
