@@ -302,7 +302,7 @@ def launches(models: Path) -> Callable[[bool], None]:
                 save_random_model(name, models / "models" / name)
                 flags = SIZED.get((name, method)) or METHODS[method]
                 cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags]
-        run_cases(models, cases, ranks=2, script=SCRIPT)
+        run_cases(models, cases, ranks=2, script=SCRIPT, timeout=600)
 
     return launch
 

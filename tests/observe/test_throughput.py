@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_llama import tiny_llama
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from llama_ft.config import ProfileConfig
 from llama_ft.observe import RunMetadata, ThroughputMeter
@@ -21,13 +22,7 @@ TARGETS = 6
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=120, **shape))
+    return tiny_llama()
 
 
 def watch(

@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import RECIPE
 from forked import forked
+from tiny_llama import tiny_llama
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from llama_ft.config import Config
 from llama_ft.config.wording.messages import size_text
@@ -24,8 +25,7 @@ JOB = Path(__file__).with_name("out_of_memory_job.py")
 @pytest.fixture
 def sharded(runtime: Ranks) -> LlamaForCausalLM:
     """A model whose layers are units, in fp32, computing in bf16."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 128}
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2))
+    model = tiny_llama(num_hidden_layers=3)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mesh=runtime.mesh, mp_policy=policy)

@@ -7,9 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from tiny_llama import tiny_llama
 from torch.distributed.tensor import DTensor
-from training.replicas_job import SHAPE, batches, settings, train
-from transformers import LlamaConfig, LlamaForCausalLM
+from training.replicas_job import batches, settings, train
 
 from llama_ft import runtime, training
 from llama_ft.config import FSDPConfig
@@ -25,8 +25,7 @@ CASES += [("SHARD_GRAD_OP", True)]
 def run(strategy: str, is_early: bool, ranks: runtime.Ranks) -> dict[str, Any]:
     """Two steps: their losses and norms, the weights after them, and the all-gathers of the
     second."""
-    torch.manual_seed(0)
-    built = BuiltModel(LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS)))
+    built = BuiltModel(tiny_llama(num_hidden_layers=LAYERS, vocab_size=50))
     config = FSDPConfig(enable_fsdp=True, sharding_strategy=strategy)
     target = runtime.Target("cuda" if is_early else "cpu", backend="gloo")
     with runtime.computing_on(target):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetuning
@@ -25,7 +25,6 @@ MICRO_BATCHES = 8  # of all ranks in a step
 LENGTH = 12
 
 CASES = ("fp32", "bf16_mixed", "bf16_pure")
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
 
 
 def settings(precision: str) -> TrainConfig:
@@ -41,8 +40,7 @@ def settings(precision: str) -> TrainConfig:
 
 def build(precision: str, ranks: runtime.Ranks) -> tuple[BuiltModel, torch.optim.Optimizer]:
     """Always the same model with an adapter, as the recipe makes it, and its optimizer."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=3))
+    model = tiny_llama(num_hidden_layers=3, vocab_size=50)
     inject_adapter_in_model(
         LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False), model
     )

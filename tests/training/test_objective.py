@@ -8,8 +8,9 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from models.test_architectures import ARCHITECTURES, SHAPE
+from tiny_llama import tiny_llama
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import Config, TrainConfig
@@ -35,15 +36,8 @@ def token_loss_sum(built: BuiltModel, batch: Batch, device: torch.device) -> tor
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    return LlamaForCausalLM(
-        LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.5)
+    return tiny_llama(
+        num_hidden_layers=1, num_attention_heads=2, vocab_size=50, initializer_range=0.5
     )
 
 

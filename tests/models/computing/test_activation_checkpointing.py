@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from tiny_llama import tiny_llama
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers import modeling_utils as transformers_modeling
 
 from llama_ft.config import TrainConfig
@@ -24,14 +25,7 @@ ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 def llama(how: str, k: int = 2, offload: bool = False, lora: bool = False) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=LAYERS, vocab_size=100))
+    model = tiny_llama(hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=LAYERS)
     settings = TrainConfig(
         activation_checkpointing=how, activation_checkpointing_k=k, activation_offload=offload
     )

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_llama import tiny_llama
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import TrainConfig
 from llama_ft.models import (
@@ -82,15 +82,7 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def llama(how: str) -> BuiltModel:
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=100))
-    built = BuiltModel(model.train())
+    built = BuiltModel(tiny_llama().train())
     built.mixers = use_packed_attention(built)
     checkpoint_activations(built, TrainConfig(activation_checkpointing=how))
     return built

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from tiny_llama import tiny_llama
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,12 +77,8 @@ def test_the_sharding_strategy_determines_how_many_ranks_share_a_model() -> None
 
 
 def test_offloading_parameters_does_not_change_gradients(runtime: Ranks) -> None:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
-    config = LlamaConfig(**shape, num_hidden_layers=2)
-    plain = LlamaForCausalLM(config)
-    offloaded = LlamaForCausalLM(config)
-    offloaded.load_state_dict(plain.state_dict())
+    plain = tiny_llama(vocab_size=50)
+    offloaded = tiny_llama(vocab_size=50)
     settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
     apply_fsdp(BuiltModel(offloaded), runtime.mesh, settings, PRECISIONS["fp32"])
     state = offloaded._get_fsdp_state()

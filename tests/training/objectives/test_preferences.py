@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_llama import tiny_llama
 from torch.nn.functional import logsigmoid
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from llama_ft.config import Config, PeftConfig, PreferenceConfig
 from llama_ft.data import Batch
@@ -45,16 +46,7 @@ def frozen() -> LlamaForCausalLM:
 
 
 def made(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    return LlamaForCausalLM(
-        LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.3)
-    )
+    return tiny_llama(seed, num_attention_heads=2, vocab_size=50, initializer_range=0.3)
 
 
 def batch(is_packed: bool, objective: str = "dpo") -> Batch:

@@ -104,16 +104,9 @@ def test_a_warmup_as_long_as_the_run_becomes_a_tenth_of_it(total: int, steps: in
 def test_lora_plus_has_the_groups_of_peft() -> None:
     from peft import LoraConfig, get_peft_model
     from peft.optimizers import create_loraplus_optimizer
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tiny_llama import tiny_llama
 
-    small = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=32,
-    )
-    model = get_peft_model(LlamaForCausalLM(small), LoraConfig(target_modules="all-linear"))
+    model = get_peft_model(tiny_llama(), LoraConfig(target_modules="all-linear"))
     theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-4, loraplus_lr_ratio=16)
     ours = build_optimizer(model, TrainConfig(lr=1e-4, loraplus_lr_ratio=16))
     set_learning_rate(ours, 1e-4)
