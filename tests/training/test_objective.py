@@ -23,6 +23,7 @@ from llama_ft.models import (
     use_packed_attention,
     use_router_loss,
 )
+from llama_ft.models.base.replaced_functions import replace_functions
 from llama_ft.training import SupervisedFineTuning, target_losses
 from llama_ft.training.objectives import base
 
@@ -211,6 +212,7 @@ def test_forward_and_backward_make_the_host_wait_for_nothing(
     one to four."""
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
     gpu_child = importlib.import_module("gpu_child")
+    replace_functions()  # as building a model does
     ours = BuiltModel(LlamaForCausalLM(model.config))
     if is_packed:
         ours.mixers = use_packed_attention(ours)

@@ -172,7 +172,6 @@ def test_two_ranks_print_one_answer(runs: Path, full_answers: list[str]) -> None
     assert "sharded across 2 ranks" in finished.output
 
 
-@pytest.mark.slow
 def test_a_quantized_model_answers_the_same_sharded(runs: Path) -> None:
     alone = answers(runs, runs / "lora", "--quantization", "8bit")
     assert answers(runs, runs / "lora", "--quantization", "8bit", "--enable_fsdp", ranks=2) == alone
