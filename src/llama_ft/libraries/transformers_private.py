@@ -31,6 +31,8 @@ NAMES = {
     # Not written into an exported config.json: it names a directory of this machine.
     ("PretrainedConfig", "export"): "_name_or_path",
     ("models.rwkv.modeling_rwkv.RwkvModel", "RWKV"): "_rescale_layers()",
+    # Frequencies of longrope and yarn, which a GGUF file holds as factors.
+    ("modeling_rope_utils", "export to GGUF"): "ROPE_INIT_FUNCTIONS",
     # A processor is loaded with a given tokenizer, and without torchvision.
     ("processing_utils.ProcessorMixin", "samples with images"): (
         "_get_arguments_from_pretrained(pretrained_model_name_or_path) "
