@@ -1,13 +1,11 @@
 """Small random models of the families of serve.py, of the classes in which they are published."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
@@ -105,12 +103,6 @@ def _qwen3_moe() -> PretrainedConfig:
     return transformers.Qwen3MoeConfig(**TEXT, **EXPERTS, tie_word_embeddings=False)
 
 
-FP8 = torch.float8_e4m3fn
-BLOCK = 128
-FP8_NOTE = {
-    "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
-    "modules_to_not_convert": ["lm_head"],
-}  # fmt: skip
 # the titles of the table -> config, class
 FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
     "Llama": (_llama, "LlamaForCausalLM"),
@@ -147,23 +139,3 @@ def write_tokenizer(folder: Path) -> None:
     )
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
-
-
-def write_fp8(source: Path, folder: Path) -> Path:
-    """Write a model as those of DeepSeek V3 and Qwen3 are published in FP8: the matrices of its layers
-    in blocks of 128 x 128, each with a scale. Return its directory."""
-    folder.mkdir(parents=True)
-    stored = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        stored[name] = tensor
-        if name.endswith("_proj.weight"):
-            rows, columns = (size // BLOCK for size in tensor.shape)
-            blocks = tensor.float().view(rows, BLOCK, columns, BLOCK)
-            scales = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(FP8).max
-            stored[name] = (blocks / scales).to(FP8).view(tensor.shape)
-            stored[f"{name}_scale_inv"] = scales.view(rows, columns)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    settings = json.loads((source / "config.json").read_text()) | {"quantization_config": FP8_NOTE}
-    (folder / "config.json").write_text(json.dumps(settings))
-    write_tokenizer(folder)
-    return folder
