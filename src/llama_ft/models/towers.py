@@ -1,4 +1,4 @@
-"""Towers of a model that takes more than text: whether they are built, beside its text part.
+"""Towers of a model that takes more than text: whether they are built, in addition to its text part.
 
 An extension brings what else is done with them, such as which of them are trained.
 """

@@ -116,7 +116,7 @@ def user_message(text: str, paths: Sequence[str]) -> dict[str, Any]:
 
 
 def with_marked_prompt(sample: Sample) -> Sample:
-    """Return a sample whose prompt, if it is a text beside a column of images, is a message. The
+    """Return a sample whose prompt, if it is a text next to a column of images, is a message. The
     images come first, unless the text has marks."""
     prompt = sample.get("prompt")
     if not isinstance(prompt, str):

@@ -62,8 +62,8 @@ def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
 
 class _Graphs:
     """The compiled forward of all layers, which warns once if it makes more graphs than it should:
-    each takes as long as the first step. Arguments that a new version of Transformers renames are no
-    longer found in VARYING_DIMENSIONS, for example."""
+    each takes as long as the first step. For example, VARYING_DIMENSIONS may lack an argument that a
+    new version of Transformers has renamed."""
 
     def __init__(self, compiled: Any, kinds: int) -> None:
         self._compiled = compiled

@@ -158,7 +158,7 @@ def find_number(source: WeightSource, codes: str, name: str) -> str:
 
 
 def matrix_shape(name: str, header: StoredTensor) -> tuple[int, ...]:
-    """Return the shape of codes. Raises UserError if they are no matrix and no stack of them."""
+    """Return the shape of codes. Raises UserError unless they are a matrix or a stack of them."""
     if len(header.shape) not in (2, 3):
         problem = (
             f"{name} is quantized and has the shape {list(header.shape)}, which is not a matrix"
