@@ -8,9 +8,6 @@ import importlib
 import sys
 from pathlib import Path
 
-from llama_ft.report.plot import TEMPLATES
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 SCRIPTS = ("finetuning", "evaluate", "export", "inference", "plan")
 MODULES = (
@@ -18,16 +15,29 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
 )
 
-sys.path.insert(0, str(RECIPES))  # before the library that is called evaluate, too
-for name in (*MODULES, *SCRIPTS):
-    importlib.import_module(name)
-for name in SCRIPTS:
-    del sys.modules[name]  # a fork runs its own copy, some of them changed ones
-sys.path.remove(str(RECIPES))
 
-get_checkpoint_conversion_mapping("llama")  # compiles 1,000 expressions: 0.15 s
-for name in ("run.html", "plot.html"):
-    TEMPLATES.get_template(name)  # 0.2 s
+def preload() -> None:
+    sys.path.insert(0, str(RECIPES))  # before the library that is called evaluate, too
+    for name in (*MODULES, *SCRIPTS):
+        importlib.import_module(name)
+    for name in SCRIPTS:
+        del sys.modules[name]  # a fork runs its own copy, some of them changed ones
+    sys.path.remove(str(RECIPES))
+
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from llama_ft.extensions.report.plot import TEMPLATES
+
+    get_checkpoint_conversion_mapping("llama")  # compiles 1,000 expressions: 0.15 s
+    for name in ("run.html", "plot.html"):
+        TEMPLATES.get_template(name)  # 0.2 s
+
+
+try:
+    preload()
+except ImportError as error:
+    # The server would ignore it, and each fork take 10 s of a core to import all of this again.
+    raise RuntimeError(f"tests/preloaded.py: {error}") from error
 
 # A collection in a fork would look at all objects made here, and so copy the pages that they are on.
 gc.collect()
