@@ -102,6 +102,7 @@ setup(
             "flash-linear-attention",
             "causal-conv1d",
         ],  # kernels of layers that carry a state; need CUDA
+        "gguf": ["gguf>=0.17,<1"],
         "eval": ["lm_eval==0.4.13"],
         "s3": ["s3fs>=2025.3"],  # --save_to s3://...; gcsfs for gs://, adlfs for az://
         "mlflow": ["mlflow-skinny>=3.17,<4"],

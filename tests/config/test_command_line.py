@@ -115,7 +115,7 @@ def test_help_lists_the_common_flags_and_help_all_every_flag_within_2_seconds(
 
 TOOLS = {
     "plan": ("[flags]", "--nproc"),
-    "check": ("[flags]", "--output_dir"),
+    "check": ("[RUN] [flags]", "--output_dir"),
     "inference": ("MODEL [flags]", "--prompt"),
     "evaluate": ("MODEL... [flags]", "--base"),
     "export": ("CHECKPOINT OUT [flags]", "--merge"),

@@ -29,7 +29,7 @@ class ServerFlags:
     """Flags that compare a running server with a run"""
 
     paths: list[str] = Field(default_factory=list)
-    """RUN: with --server, the directory of the run whose model or adapter is served."""
+    """[RUN]: with --server, the directory of the run whose model or adapter is served."""
 
     server: str | None = None
     """URL of an OpenAI-compatible server, such as http://localhost:8000: instead of the machines, check
