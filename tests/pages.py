@@ -34,7 +34,7 @@ OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"(nnodes|nproc_per_node|rdzv_\w*|node_rank|shutdown-timeout|max_restarts|no[_-]\w*|logdir|key|help|version|config)$"
     # SLURM's
     r"|(requeue|signal|export|time|nodes|ntasks\S*|gpus\S*|mem\S*|array|begin|kill-on-bad-exit|chdir)$"
-    r"|(enable-lora|generation-config|lora-modules|max-lora-rank|chat-template|served-model-name|max-model-len|tool-call-parser"
+    r"|(enable-lora|enable-mixed-moe-lora-format|language-model-only|generation-config|lora-modules|max-lora-rank|chat-template|served-model-name|max-model-len|tool-call-parser"
     r"|enable-auto-tool-choice)$"  # vLLM's
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
     r"|(build-arg)$"  # Docker's

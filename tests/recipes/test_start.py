@@ -83,20 +83,21 @@ def test_a_run_prints_few_lines_and_ends_with_commands_that_work(
     assert len(others) <= 25, finished.output
     # three steps, and the validation losses before and after them
     assert printed.count("\nstep ") == 5
-    summary = printed.splitlines()[-6:]
+    title, best, served, *summary = printed.splitlines()[-7:]
     loss = [
         json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     ][-1]["eval/loss"]
     assert re.match(
         r"Training ended after step 3 of 3: all steps are done. The run took [\d.]+ (m?s|min)",
-        summary[0],
+        title,
     )
-    assert summary[1] == f"Best validation loss: {loss:.4g} at step 3"
-    assert f"adapter of step 3: {tmp_path}/a/model (report: {tmp_path}/a/report.html)" in summary[2]
+    assert served.startswith("vLLM can serve this adapter")
+    assert best == f"Best validation loss: {loss:.4g} at step 3"
+    assert f"adapter of step 3: {tmp_path}/a/model (report: {tmp_path}/a/report.html)" in summary[0]
     assert (tmp_path / "a" / "report.html").is_file()
-    _, *chat = shlex.split(summary[3].partition(": ")[2])
-    _, *evaluate = shlex.split(summary[4].partition(": ")[2])
-    _, *export = shlex.split(summary[5].partition(": ")[2])
+    _, *chat = shlex.split(summary[1].partition(": ")[2])
+    _, *evaluate = shlex.split(summary[2].partition(": ")[2])
+    _, *export = shlex.split(summary[3].partition(": ")[2])
     assert [Path(words[0]).resolve() for words in (chat, evaluate, export)] == [
         RECIPE.with_name(f"{name}.py") for name in ("inference", "evaluate", "export")
     ]
@@ -107,6 +108,6 @@ def test_a_run_prints_few_lines_and_ends_with_commands_that_work(
     assert [line.split(" ")[0] for line in left] == [
         "step",
         "step",
-        *(line.split(" ")[0] for line in summary),
+        *(line.split(" ")[0] for line in (title, best, served, *summary)),
     ]
     assert "validation loss" in left[0] and "validation loss" in left[1]

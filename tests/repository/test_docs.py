@@ -335,7 +335,6 @@ WANTED = {
     "PPO": ("Reinforcement learning", "PPO"),
     "video or audio": ("Images, audio", "audio"),
     "kernels written for LoRA": ("Kernels", "[own]"),
-    "context parallelism": ("Tensor, context, pipeline parallelism", "context"),
     "AMD GPUs": ("Hardware", "AMD"),
     "Apple GPUs": ("Hardware", "Apple"),
 }

@@ -5,7 +5,10 @@ describe."""
 NAMES = {
     ("tuners.tuners_utils", "adapters"): "BaseTunerLayer",
     # Set by `adapter_off`: enable_adapters(False) would also set requires_grad, which shards keep.
-    ("tuners.tuners_utils.BaseTunerLayer", "DPO without a second model"): "_disable_adapters",
+    (
+        "tuners.tuners_utils.BaseTunerLayer",
+        "a reference without a second model",
+    ): "_disable_adapters",
     # PEFT's own check of Mamba's layers, whose adapters would have no effect.
     ("tuners.tuners_utils", "adapters of Mamba"): (
         "_check_lora_target_modules_mamba(peft_config, model, target_name)"

@@ -218,7 +218,7 @@ def target_losses(
     inputs = model_inputs(built, batch, device)
     numbers = torch.arange(len(tokens), device=device)
     own_tokens = tokens
-    sequence = shared_sequence(built)
+    sequence = shared_sequence(built) if batch.is_packed else None
     if sequence is not None:
         # labels were shifted before: the target of a part's last token is in the next part
         length = inputs["input_ids"].shape[1]

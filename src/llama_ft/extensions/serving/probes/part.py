@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -60,6 +61,9 @@ class WriteProbes(Part):
             log.debug(f"No {PROBES_FILE}: no sample is text of {FEWEST_TOKENS} tokens.")
             return
         layout = run.batches.layout
+        if run.ranks.sequence is not None:  # each rank computes whole prompts
+            layout = dataclasses.replace(layout, pack_length=None)
+        run.memory.enter("evaluation")
         base: list[PromptScores] | None = None
         with evaluating(built.model), without_graphs(built.model):
             tuned = score_prompts(built, prompts, layout, run.ranks)
