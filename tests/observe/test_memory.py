@@ -85,6 +85,20 @@ def test_a_memory_mapped_file_is_not_in_the_peak_of_loading(runtime: Ranks, tmp_
     )
 
 
+def test_freed_heap_is_not_in_the_peak_of_loading(runtime: Ranks) -> None:
+    # small blocks come from the heap, which keeps them below the last block that is in use
+    blocks = [b"\1" * number for number in range(64 * 1024, 68 * 1024)]
+    last = b"\1" * (64 * 1024)
+    del blocks
+    watch = MemoryMonitor(runtime)
+    before = memory_use(CPU).anonymous
+    watch.enter("load")
+    level = memory_use(CPU).anonymous
+    watch.enter("forward")
+    assert len(last) > 0 and before > level + 200 * MIB
+    assert watch.by_phase["load"]["anonymous_peak_bytes"] - level == pytest.approx(0, abs=24 * MIB)
+
+
 def test_the_peak_of_the_run_covers_all_phases_except_loading(
     runtime: Ranks, tmp_path: Path
 ) -> None:

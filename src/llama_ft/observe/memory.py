@@ -143,6 +143,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         if phase == "load":
             _free_unused_heap()
             self._base = memory_use(CPU)  # memory of Python and its libraries
+            self._before = self._base  # what was freed here is not in the peak of loading
         is_compared_step = self._steps == COMPARED_STEP - 1
         if phase == "optimizer step" and is_compared_step and self._training is not None:
             self._compare_ranks(*self._training)
