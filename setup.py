@@ -2,13 +2,17 @@
 
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-COPIED = ("recipes", "configs")
+REPOSITORY_URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["llama_ft"][
+    "repository_url"
+]
+COPIED = ("recipes", "configs", "examples")
 
 # requirements.txt pins the tested versions; these are the supported ranges. CI's job `oldest` tests
 # the lower ends, which pip can resolve together. Packages whose private parts are used have an upper
@@ -40,8 +44,8 @@ REQUIREMENTS = [
 
 
 class BuildWithRecipes(build_py):
-    """A wheel carries recipes/ and configs/ inside the package; `pip install -e .` uses them where
-    they are."""
+    """A wheel carries recipes/, configs/ and examples/ inside the package; `pip install -e .` uses
+    them where they are."""
 
     def run(self) -> None:
         super().run()
@@ -71,6 +75,7 @@ setup(
     description="Fine-tune open language models with PyTorch FSDP",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
+    url=REPOSITORY_URL or None,
     license="Apache-2.0",
     license_files=["LICENSE", "NOTICE", "THIRD_PARTY_NOTICES.md"],
     classifiers=[

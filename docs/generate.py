@@ -5,13 +5,15 @@ JSON schema of YAML configs, for editors.
 The settings come from the dataclasses of `llama_ft.config`, the flags of the other recipes from
 theirs, and the metrics from METRICS below, whose names a test compares with the code. The ready
 configs, the examples, the launch files and the notebook are shown as they are: the site has no other
-files. Run it from anywhere; it needs no model and no network.
+files. The repository's URL goes from pyproject.toml into the files of URL_KEYS. Run it from anywhere;
+it needs no model and no network.
 """
 
 import importlib
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +157,8 @@ def config_page() -> str:
     """Every setting of a run, by section."""
     parts = [
         "# Config reference\n\nEvery setting is a YAML key in its section and a flag: `train.lr` is `--lr 1e-4` or\n"
-        "`--train.lr 1e-4`. `--config FILE` is read first, and the command line wins. Switches stand alone\n"
+        "`--train.lr 1e-4`. `--config FILE` is read first, and the command line wins. FILE may be the\n"
+        "name of a config in `configs/` or `examples/`, from any directory. Switches stand alone\n"
         "(`--use_peft`) or take true or false. Lists are written `a,b,c`, and `none` unsets a value.\n",
         f"## The most used\n\n{common_table()}",
     ]
@@ -264,11 +267,28 @@ PAGES = {
     "launch": launch_page,
     "notebook": notebook_page,
 }
+# File -> its key for the repository's URL.
+URL_KEYS = {"mkdocs.yml": "repo_url", "CITATION.cff": "repository-code"}
+
+
+def with_url(text: str, key: str, url: str) -> str:
+    """A YAML text with the repository's URL, or with a comment if there is none."""
+    line = f"{key}: {url}" if url else f"# {key}: none yet; repository_url in pyproject.toml"
+    return re.sub(rf"^(# )?{key}:.*$", line, text, count=1, flags=re.MULTILINE)
+
+
+def files_with_url() -> dict[Path, str]:
+    """The files that name the repository's URL."""
+    tools = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]
+    url = tools["llama_ft"]["repository_url"]
+    files = {REPOSITORY / name: key for name, key in URL_KEYS.items()}
+    return {file: with_url(file.read_text(), key, url) for file, key in files.items()}
 
 
 def stale() -> list[str]:
     """The pages and pictures that are not what the code says."""
     wanted = {REFERENCE / f"{name}.md": HEADER + page() for name, page in PAGES.items()}
+    wanted |= files_with_url()
     wanted |= {FOLDER / name: draw() for name, draw in PICTURES.items()}
     return [
         file.name for file, text in wanted.items() if not file.exists() or file.read_text() != text
@@ -280,6 +300,8 @@ if __name__ == "__main__":
         sys.exit(
             f"stale: {', '.join(names)}; run python docs/generate.py" if (names := stale()) else 0
         )
+    for file, text in files_with_url().items():
+        file.write_text(text)
     for name, page in PAGES.items():
         (REFERENCE / f"{name}.md").write_text(HEADER + page())
     for name, draw in PICTURES.items():

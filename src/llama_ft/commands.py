@@ -1,23 +1,20 @@
 """The console script: `llama-ft train`, `llama-ft plan` and so on. Each one runs its recipe.
 
 After `pip install -e .` they run the repository's own recipes/*.py, which users edit. A plain
-install has a copy of recipes/ and configs/ inside the package. Nothing slow is imported here.
+install has a copy inside the package. Nothing slow is imported here.
 """
 
 import logging
 import sys
 from argparse import ArgumentParser
 from difflib import get_close_matches
-from pathlib import Path
 from types import ModuleType
 
 from llama_ft import __version__, door
 from llama_ft.door import Verb
+from llama_ft.packaged import PACKAGED
 
-PACKAGE = Path(__file__).resolve().parent
-RECIPES = PACKAGE / "recipes"  # of a plain install; see setup.py
-if not RECIPES.is_dir():
-    RECIPES = PACKAGE.parents[1] / "recipes"
+RECIPES = PACKAGED / "recipes"
 
 
 def _run(recipe: str) -> None:

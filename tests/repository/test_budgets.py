@@ -27,9 +27,9 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 5100,
+    "": 5200,
     "checkpoint": 11_200,
-    "config": 20_100,
+    "config": 20_150,
     "cpu": 4700,
     "data": 42_500,
     "evaluation": 3500,

@@ -1,6 +1,7 @@
 """The source archive and the wheel that pip builds, installed into a separate environment."""
 
 import ast
+import importlib
 import os
 import re
 import shutil
@@ -14,13 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 from forked import REPOSITORY
+from model_shapes import write_config
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 VERBS = ["train", "plan", "chat", "evaluate", "export", "check", "report"]
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
             "NOTICE", "THIRD_PARTY_NOTICES.md", "requirements.txt", "requirements-dev.txt", "src", "recipes",
-            "configs"]  # fmt: skip
+            "configs", "examples"]  # fmt: skip
 
 
 def run(
@@ -163,7 +165,7 @@ def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(
     installed: Path, checkout: Path
 ) -> None:
     [package] = installed.parent.glob("lib/python3.*/site-packages/llama_ft")
-    for folder in ("recipes", "configs"):
+    for folder in ("recipes", "configs", "examples"):
         expected = files_below(checkout / folder)
         found = files_below(package / folder)
         assert len(expected) >= len(VERBS)
@@ -172,6 +174,36 @@ def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(
     assert {"LICENSE", "NOTICE", "THIRD_PARTY_NOTICES.md"} <= {
         file.name for file in licenses.iterdir()
     }
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_plans_packaged_configs_by_name_in_any_directory(
+    installed: Path, tmp_path: Path
+) -> None:
+    model = write_config(tmp_path / "model", "Qwen/Qwen3-4B-Instruct-2507")
+    for name, table in {"qwen3_4b_lora_24gb": "10.2", "support_tickets": "9.5"}.items():
+        flags = ["--config", name, "--model_name", model, "--quick"]
+        plan = run(installed / "llama-ft", "plan", *flags, cwd=tmp_path).stdout
+        [planned] = re.findall(r"A GPU needs ([\d.]+) GiB", plan)
+        assert float(planned) == pytest.approx(float(table), abs=0.051)  # of configs/ and examples/
+    wrong = run(
+        installed / "llama-ft", "plan", "--config", "qwen3_4b_lora", cwd=tmp_path, check=False
+    )
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    assert "with similar names: qwen3_4b_lora_24gb." in wrong.stderr
+
+
+def test_one_variable_gives_the_site_and_the_citation_the_url_of_the_repository(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "docs")
+    generate = importlib.import_module("generate")
+    url = "https://example.org/llama_ft"
+    for name, key in generate.URL_KEYS.items():
+        text = (REPOSITORY / name).read_text()
+        filled = generate.with_url(text, key, url)
+        assert url not in text and f"\n{key}: {url}\n" in filled
+        assert generate.with_url(filled, key, "") == text
 
 
 @pytest.mark.slow

@@ -87,7 +87,8 @@ def help_text(description: str, script: str, everything: bool = True) -> str:
     notes = (
         "Write flags as --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches need no value "
         "(--use_peft) or take true or false; --no_save_model turns one off. Write lists as a,b,c; none unsets a "
-        "value. --config FILE reads a YAML config first. Without --config, --model_name and --dataset, a demo runs. "
+        "value. --config FILE reads a YAML config first; --config llama3.1_8b_lora_24gb is one of the configs "
+        "that come with llama_ft. Without --config, --model_name and --dataset, a demo runs. "
         "llama-recipes' flags work by their names and prefixes (--lora_config.r 8); docs/migrate translates those of "
         "torchtune, TRL and axolotl."
     )

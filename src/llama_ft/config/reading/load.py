@@ -28,7 +28,10 @@ from llama_ft.config.wording.messages import (
 from llama_ft.config.wording.other_names import SAME_VALUES
 from llama_ft.environment import Launch
 from llama_ft.errors import UserError, before_imports, exit_on_error, plural, rank
+from llama_ft.packaged import find_config, find_input
 
+# Settings that may name a file in examples/, which a plain install has inside the package
+PACKAGED_INPUTS = ("dataset", "validation", "score", "optimizer")
 # Words of pydantic's messages, and the plain words that replace them.
 PLAIN = {
     "Input should": "must",
@@ -115,9 +118,12 @@ def load(
     if is_demo:
         config_file = demo_config
     else:
-        config_file = Path(config_name) if config_name else None
+        config_file = find_config(config_name) if config_name else None
     file = read_yaml(config_file) if config_file else Parsed()
     values = {**file.values, **flags.values}
+    for name in PACKAGED_INPUTS:
+        if isinstance(values.get(name), str):
+            values[name] = find_input(values[name])
     origins = {**file.origins, **flags.origins}
     config, wrong = convert(values, origins)
     errors = [*file.errors, *flags.errors, *wrong.values()]

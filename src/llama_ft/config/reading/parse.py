@@ -29,6 +29,7 @@ from llama_ft.config.wording.messages import (
     known,
 )
 from llama_ft.errors import rank, reason
+from llama_ft.packaged import nearest_configs
 
 # The spellings that pydantic takes for a switch, and the opposite of each.
 OPPOSITES = dict.fromkeys(("true", "t", "yes", "y", "on", "1"), "false")
@@ -323,6 +324,8 @@ def read_yaml(path: Path) -> Parsed:
     shown = str(path) if relative.startswith("..") else relative
     try:
         problem = file_problem(str(path))
+        if problem and not path.exists() and "Did you mean" not in problem:
+            problem = f"{problem} {nearest_configs(str(path))}"
         if not problem and path.stat().st_size > LARGEST_CONFIG:
             problem = f"larger than {LARGEST_CONFIG:,} bytes; a config has a few thousand."
         if not problem:

@@ -12,11 +12,11 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from llama_ft.commands import RECIPES
 from llama_ft.config.home import expanded
 from llama_ft.data.chat.template_limits import ExceededLimit, exceeded_limit, limited
 from llama_ft.data.read.formats import BadSample, Message
 from llama_ft.errors import UserError, plural, reason
+from llama_ft.packaged import PACKAGED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # in the loss.
 BUILT_IN = {
     file.stem: file.read_text()
-    for file in sorted((RECIPES.parent / "configs/chat_templates").glob("*.jinja"))
+    for file in sorted((PACKAGED / "configs/chat_templates").glob("*.jinja"))
 }
 ALPACA = BUILT_IN["alpaca"]
 Span = tuple[int, int]  # characters [start, end)
