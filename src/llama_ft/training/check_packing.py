@@ -4,23 +4,21 @@ other."""
 import inspect
 import math
 import re
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.data import Media, collate
+from llama_ft.data import IGNORED, Batch, Media, collate
 from llama_ft.errors import UserError, reason
-from llama_ft.models import BuiltModel, packed_arguments, without_graphs
+from llama_ft.models import BuiltModel, without_graphs
 from llama_ft.models.packing.rope import longrope_lengths
-from llama_ft.models.packing.shared_sequences import own_positions, whole_of
 from llama_ft.models.quantization.layers import QuantizedLinear
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.runtime import Ranks, log
-from llama_ft.runtime.sequence import SequenceRank
-from llama_ft.training.objectives.base import divisible, shared_sequence
+from llama_ft.training.objectives.base import ModelCall, model_call
 
 COMPARED_SAMPLES = 3
 TOKENS = 16  # per sample: enough to see a difference, and cheap
@@ -68,7 +66,8 @@ def check_packing(
     compared: ComparedSamples = _TextSamples(built, samples, longest, device)
     if media is not None:
         compared = media.samples_to_compare(built, samples, device)
-    positions = _in_sequence(compared.segments, compared.lengths).to(device)
+    packed_batch = compared.packed()
+    positions = _in_sequence(compared.segments, compared.lengths)
     model.eval()
     for mixer in mixers.with_kernels:
         # Mamba has other kernels for training; dropout is in a child and stays off
@@ -85,7 +84,8 @@ def check_packing(
     is_exact = dtype == torch.float32 and not is_quantized
     tolerance = TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED
     while True:
-        packed = _packed_logits(built, compared, positions)
+        call = model_call(built, packed_batch, device)
+        packed = _packed_logits(built, call, positions)
         difference = _largest_difference(packed, alone)
         if difference <= tolerance:
             break
@@ -94,11 +94,10 @@ def check_packing(
             f"{difference:.0%} of their standard deviation)"
         )
         if not mixers.run_more_per_sample():
-            raise UserError(
-                f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding."
-            )
+            raise _unsupported(call, problem)
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
-    has_chunked_loss = _has_exact_chunked_loss(built, compared.packed(), positions, packed)
+    targets = packed_batch.input_ids[0].roll(-1)[positions].to(device)
+    has_chunked_loss = _has_exact_chunked_loss(built, call, positions, targets, packed)
     free_unsharded(model)
     model.train()
     return has_chunked_loss
@@ -118,8 +117,8 @@ class ComparedSamples(Protocol):
     def alone(self, number: int) -> dict[str, Any]:
         """Return the arguments for one sample."""
 
-    def packed(self) -> dict[str, Any]:
-        """Return the arguments for all samples in one sequence."""
+    def packed(self) -> Batch:
+        """Return all samples in one sequence."""
 
 
 class _TextSamples:
@@ -135,7 +134,6 @@ class _TextSamples:
     def __init__(
         self, built: BuiltModel, samples: Dataset, longest: int, device: torch.device
     ) -> None:
-        self._built = built
         self._prompts = _samples_to_compare(built.model, samples, longest)
         self._device = device
         self.lengths = [len(prompt) for prompt in self._prompts]
@@ -149,48 +147,34 @@ class _TextSamples:
         mask = torch.ones_like(input_ids)
         return {"input_ids": input_ids, "use_cache": False, "attention_mask": mask}
 
-    def packed(self) -> dict[str, Any]:
-        """Return the arguments for all samples in one sequence."""
+    def packed(self) -> Batch:
+        """Return all samples in one sequence."""
         input_ids = torch.cat(self._prompts).unsqueeze(0)
-        lengths = self.lengths
-        sequence = shared_sequence(self._built)
-        if sequence is not None:
-            input_ids, lengths = divisible(input_ids, lengths, sequence.size)
-            input_ids = sequence.part(input_ids, 1)
-        layout = packed_arguments(self._built, lengths, self._device)
-        return {"input_ids": input_ids.to(self._device), "use_cache": False, **layout}
+        labels = torch.full_like(input_ids, IGNORED)
+        locations = [""] * len(self.lengths)
+        return Batch(input_ids, labels, self.lengths, is_packed=True, locations=locations)
 
 
-def _packed_logits(
-    built: BuiltModel, compared: ComparedSamples, positions: torch.Tensor
-) -> torch.Tensor:
+def _packed_logits(built: BuiltModel, call: ModelCall, positions: torch.Tensor) -> torch.Tensor:
     """Return `_logits` of packed samples. An error of the model's code becomes a UserError."""
-    inputs = compared.packed()
-    sequence = shared_sequence(built)
+    at = call.own.find(positions, call.inputs["input_ids"].device)
     try:
-        if sequence is None:
-            return _logits(built, inputs, positions)
-        own, in_part = _own_positions(positions, inputs, sequence)
-        # one position more, so that none has no position
-        some = _logits(built, inputs, F.pad(in_part, (0, 1)))
-        return cast(torch.Tensor, whole_of(some[:-1], own, len(positions), sequence))
-    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        # one position more, so that no rank has none
+        own = _logits(built, call.inputs, F.pad(at.positions, (0, 1)))
+        return at.all(own[:-1])
+    except (torch.OutOfMemoryError, torch.distributed.DistError, UserError):
         raise
     except Exception as error:  # of the model's own code, which computes each sample alone
         name = type(built.model).__name__
-        raise UserError(
-            f"--batching_strategy packing: {name} cannot compute packed samples "
-            f"({reason(error)}).\nUse --batching_strategy padding."
-        ) from error
+        problem = f"{name} cannot compute packed samples ({reason(error)})"
+        raise _unsupported(call, problem) from error
 
 
-def _own_positions(
-    positions: torch.Tensor, inputs: dict[str, Any], sequence: SequenceRank
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `own_positions` on the device of `inputs`."""
-    own_tokens = inputs["input_ids"].shape[1]
-    own, in_part = own_positions(positions.cpu(), own_tokens, sequence)
-    return own.to(positions.device), in_part.to(positions.device)
+def _unsupported(call: ModelCall, problem: str) -> UserError:
+    """Return the error for a model that cannot be trained on packed samples, or on parts of them."""
+    if call.own.is_part:
+        return UserError(f"--sequence_parallel_size: {problem}.\nLeave it out.")
+    return UserError(f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding.")
 
 
 def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> float:
@@ -204,22 +188,23 @@ def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> floa
 
 
 def _has_exact_chunked_loss(
-    built: BuiltModel, inputs: dict[str, Any], positions: torch.Tensor, packed: torch.Tensor
+    built: BuiltModel,
+    call: ModelCall,
+    positions: torch.Tensor,
+    targets: torch.Tensor,
+    packed: torch.Tensor,
 ) -> bool:
-    """Return whether there is a chunked loss, and it is that of the logits of packed samples."""
+    """Return whether there is a chunked loss, and it is that of the logits of packed samples, float32
+    [positions, vocab]. `targets`: a token to predict at each position."""
     model = built.model
     if not built.has_chunked_loss:
         return False
-    sequence = shared_sequence(built)
-    if sequence is not None:
-        own, positions = _own_positions(positions, inputs, sequence)
-        packed = packed[own]
-    targets = inputs["input_ids"][0].roll(-1)[positions]
+    at = call.own.find(positions, packed.device)
+    own_targets = at.own(targets)
     with without_graphs(model):
-        loss = model(**inputs, positions=positions, targets=targets)[0]
-    losses = torch.stack([loss, F.cross_entropy(packed, targets, reduction="sum")])
-    if sequence is not None:
-        torch.distributed.all_reduce(losses, group=sequence.group)
+        loss = model(**call.inputs, positions=at.positions, targets=own_targets)[0]
+    of_logits_sum = F.cross_entropy(at.own(packed), own_targets, reduction="sum")
+    losses = at.summed(torch.stack([loss, of_logits_sum]))
     chunked, of_logits = losses.tolist()
     is_equal = math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS)
     if not is_equal:

@@ -11,11 +11,12 @@ from models.packing import shared_sequences_job as job
 from torch.nn import functional
 
 from llama_ft.errors import UserError
-from llama_ft.models.packing.shared_sequences import own_positions
+from llama_ft.models.packing.shared_sequences import OwnTokens
 from llama_ft.runtime.sequence import SequenceRank, share_sequences
 
 FAST = ("llama", "gemma 3", "sinks", "latent attention", "longrope", "routers", "delta nets")
 SIMPO = "llama by simpo"
+CPU = torch.device("cpu")
 # Sums over all tokens in another order: of the largest gradient of a tensor. Recurrences add rounding.
 TOLERANCE = {"delta nets": 2e-5}
 
@@ -115,12 +116,19 @@ def test_a_pair_loss_over_shared_sequences_is_that_of_the_whole_responses(launch
 
 def test_each_target_is_computed_by_one_rank() -> None:
     positions = torch.tensor([0, 5, 6, 9, 11])
+    tokens = torch.zeros(1, 12)
     parts = []
     for rank in range(2):
         group: Any = None  # not asked
-        numbers, in_part = own_positions(positions, 6, SequenceRank(rank, 2, group))
-        parts.append((numbers.tolist(), in_part.tolist()))
+        at = OwnTokens.of(SequenceRank(rank, 2, group), tokens).find(positions, CPU)
+        parts.append((at.numbers.tolist(), at.positions.tolist()))
     assert parts == [([0, 1], [0, 5]), ([2, 3, 4], [0, 3, 5])]
+
+
+def test_tokens_that_fill_a_shared_sequence_up_are_not_counted() -> None:
+    group: Any = None
+    last = OwnTokens.of(SequenceRank(1, 2, group), torch.zeros(1, 12))
+    assert last.mask(10, CPU).tolist() == [[True, True, True, True, False, False]]
 
 
 def test_ranks_that_cannot_be_divided_into_groups_are_a_user_error() -> None:

@@ -6,10 +6,10 @@ import pyarrow.compute
 import torch
 from datasets import Dataset
 
-from llama_ft.data import collate
+from llama_ft.data import Batch, collate
 from llama_ft.models import BuiltModel
 from llama_ft.training.check_packing import COMPARED_SAMPLES, TOKENS, Segment, last_positions
-from llama_ft.training.objectives.base import model_inputs
+from llama_ft.training.objectives.base import model_call
 
 if TYPE_CHECKING:
     from llama_ft.extensions.images.processor import Images
@@ -65,12 +65,12 @@ class ImageSamples:
 
     def alone(self, number: int) -> dict[str, Any]:
         """Return the arguments for one sample."""
-        return self._inputs([self._chosen[number]], is_packed=False)
+        batch = self._batch([self._chosen[number]], is_packed=False)
+        return model_call(self._built, batch, self._device).inputs
 
-    def packed(self) -> dict[str, Any]:
-        """Return the arguments for all samples in one sequence."""
-        return self._inputs(self._chosen, is_packed=True)
+    def packed(self) -> Batch:
+        """Return all samples in one sequence."""
+        return self._batch(self._chosen, is_packed=True)
 
-    def _inputs(self, chosen: list[int], is_packed: bool) -> dict[str, Any]:
-        batch = collate(self._samples, chosen, 0, is_packed, self._images)
-        return model_inputs(self._built, batch, self._device)
+    def _batch(self, chosen: list[int], is_packed: bool) -> Batch:
+        return collate(self._samples, chosen, 0, is_packed, self._images)

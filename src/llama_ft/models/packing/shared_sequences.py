@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from llama_ft.errors import UserError
+from llama_ft.runtime.devices import sent
 from llama_ft.runtime.sequence import SequenceRank
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key, value
@@ -192,39 +193,98 @@ class _Gather(torch.autograd.Function):
         return own.movedim(0, ctx.dim), None, None
 
 
-def own_positions(
-    positions: torch.Tensor, own_tokens: int, sequence: SequenceRank
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which positions of a sequence are this rank's: their numbers in `positions`, and the
-    positions in its own part, both int64 [own].
+@dataclass(frozen=True)
+class OwnPositions:
+    """Positions of a micro-batch at which a model's output is needed, and which of them are among
+    the tokens of this rank.
 
-    Args:
-        positions: in the whole sequence, int64, on the host.
-        own_tokens: of this rank's part.
-        sequence: the ranks.
+    Attributes:
+        positions: those of this rank, in its own tokens, int64 [own], on the device.
+        numbers: which of all positions they are, int64 [own], on the device.
+        count: number of all positions.
+        sequence: the ranks that share the sequence; None: this rank has all positions.
     """
-    in_part = positions - sequence.rank * own_tokens
-    numbers = ((in_part >= 0) & (in_part < own_tokens)).nonzero().squeeze(1)
-    return numbers, in_part[numbers]
+
+    positions: torch.Tensor
+    numbers: torch.Tensor
+    count: int
+    sequence: SequenceRank | None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values at this rank's positions, from those at all, [count, ...]."""
+        return values if self.sequence is None else values[self.numbers]
+
+    def all(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values at all positions, [count, ...], from those at this rank's, [own, ...].
+        Gradients reach this rank's values from this rank's result."""
+        if self.sequence is None:
+            return values
+        return cast(torch.Tensor, _Whole.apply(values, self.numbers, self.count, self.sequence))
+
+    def summed(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return sums over all positions, from those over this rank's. Without gradient."""
+        if self.sequence is not None:
+            dist.all_reduce(sums, group=self.sequence.group)
+        return sums
 
 
-def whole_of(
-    values: torch.Tensor, numbers: torch.Tensor, count: int, sequence: SequenceRank
-) -> Any:
-    """Return the values of all ranks that share a sequence, [count, ...], on each of them. Gradients
-    reach this rank's values from this rank's result.
+@dataclass(frozen=True)
+class OwnTokens:
+    """Which tokens of a micro-batch this rank computes: all of them, or an equal part of a packed
+    sequence that ranks share. Nobody else asks which of the two it is.
 
-    Args:
-        values: this rank's, [own, ...].
-        numbers: their places in the result, int64 [own], on the device.
-        count: of all ranks.
-        sequence: the ranks.
+    Attributes:
+        sequence: the ranks that share the sequence; None: this rank has all tokens.
+        count: tokens of this rank.
     """
-    return _Whole.apply(values, numbers, count, sequence)
+
+    sequence: SequenceRank | None
+    count: int
+
+    @classmethod
+    def of(cls, sequence: SequenceRank | None, whole: torch.Tensor) -> "OwnTokens":
+        """Create it for tokens [samples, tokens], whose number is a multiple of the ranks."""
+        ranks = 1 if sequence is None else sequence.size
+        return cls(sequence, whole.shape[1] // ranks)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have tokens, too."""
+        return self.sequence is not None
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of values of each token, [samples, tokens]: a view."""
+        return whole if self.sequence is None else self.sequence.part(whole, 1)
+
+    def find(self, positions: torch.Tensor, device: torch.device) -> OwnPositions:
+        """Return which of some positions are this rank's.
+
+        Args:
+            positions: in the flattened micro-batch, int64, on the host.
+            device: where the model computes.
+        """
+        if self.sequence is None:
+            numbers = torch.arange(len(positions), device=device)
+            return OwnPositions(sent(positions, device), numbers, len(positions), None)
+        in_part = positions - self.sequence.rank * self.count
+        own = ((in_part >= 0) & (in_part < self.count)).nonzero().squeeze(1)
+        own_positions = sent(in_part[own], device)
+        return OwnPositions(own_positions, sent(own, device), len(positions), self.sequence)
+
+    def mask(self, tokens: int, device: torch.device) -> torch.Tensor | None:
+        """Return which of this rank's tokens are among the first `tokens` of the sequence, bool [1,
+        own], on the device; None if the sequence is not shared."""
+        if self.sequence is None:
+            return None
+        positions = torch.arange(self.count) + self.sequence.rank * self.count
+        return sent((positions < tokens).unsqueeze(0), device)
 
 
 class _Whole(torch.autograd.Function):
-    """See `whole_of`."""
+    """See `OwnPositions.all`."""
 
     @staticmethod
     def forward(

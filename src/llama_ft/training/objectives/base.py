@@ -29,9 +29,8 @@ from llama_ft.models.computing.chunked_loss import (
     cross_entropy,
     token_loss,
 )
-from llama_ft.models.packing.shared_sequences import own_positions, whole_of
+from llama_ft.models.packing.shared_sequences import OwnTokens
 from llama_ft.runtime import Ranks, current_target, sent
-from llama_ft.runtime.sequence import SequenceRank
 from llama_ft.training.objectives.first_pass import FirstPass
 
 PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
@@ -168,16 +167,11 @@ def counted_once(result: LossSum, built: BuiltModel) -> LossSum:
     """Return the loss of whole samples so that ranks that share sequences, which all have it, count
     it once: the first of them. The gradients of the others stay, because each rank's reach its own
     tokens only."""
-    sequence = shared_sequence(built)
+    sequence = None if built.mixers is None else built.mixers.sequence
     if sequence is None or sequence.rank == 0:
         return result
     logged = {name: torch.zeros_like(value) for name, value in result.logged.items()}
     return LossSum(result.loss - result.loss.detach(), 0, logged)
-
-
-def shared_sequence(built: BuiltModel) -> SequenceRank | None:
-    """Return the ranks that share each packed sequence; None if this rank has its own."""
-    return None if built.mixers is None else built.mixers.sequence
 
 
 def with_router_loss(result: LossSum, balance: torch.Tensor | float, built: BuiltModel) -> LossSum:
@@ -215,46 +209,31 @@ def target_losses(
     # On the host: nonzero() on the device would wait for its result, to know its size.
     host_positions = (labels != IGNORED).nonzero().squeeze(1)  # [targets]
     tokens = sent(labels[host_positions], device)
-    inputs = model_inputs(built, batch, device)
-    numbers = torch.arange(len(tokens), device=device)
-    own_tokens = tokens
-    sequence = shared_sequence(built) if batch.is_packed else None
-    if sequence is not None:
-        # labels were shifted before: the target of a part's last token is in the next part
-        length = inputs["input_ids"].shape[1]
-        own, host_positions = own_positions(host_positions, length, sequence)
-        numbers = sent(own, device)
-        own_tokens = tokens[numbers]
-    positions = sent(host_positions, device)
-    targets = numbers if is_numbered else own_tokens
+    call = model_call(built, batch, device)
+    # labels were shifted before: the target of a part's last token is in the next part
+    at = call.own.find(host_positions, device)
+    targets = at.numbers if is_numbered else at.own(tokens)
     if built.model.training:
         loss_fn = _with_token_numbers(loss_fn, tokens if is_numbered else None)
     if built.has_chunked_loss:  # then the forward method is ours: models/computing/chunked_loss.py
         losses, router_logits, sums = built.model(
-            **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
+            **call.inputs,
+            positions=at.positions,
+            targets=targets,
+            loss_fn=loss_fn,
+            per_token=per_token,
         )
     else:
-        output = built.model(**inputs)
-        predicting = output.logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]
+        output = built.model(**call.inputs)
+        predicting = output.logits.flatten(0, 1).index_select(0, at.positions)  # [targets, vocab]
         result = token_loss(loss_fn(predicting, targets))
         losses = result.losses if per_token else result.losses.sum()
         sums = {name: values.detach().sum() for name, values in result.numbers.items()}
         router_logits = getattr(output, "router_logits", None)
-    mask = inputs.get("attention_mask")
-    if sequence is not None:
-        mask = _without_added(batch, inputs, sequence)
-    balance = router_loss(built, router_logits, mask, len(targets))
-    if sequence is not None and per_token:
-        losses = whole_of(losses, numbers, len(tokens), sequence)
-    return TargetLosses(losses, len(targets), len(tokens), balance, sums)
-
-
-def _without_added(batch: Batch, inputs: dict[str, Any], sequence: SequenceRank) -> torch.Tensor:
-    """Return which of this rank's tokens are those of samples, bool [1, tokens] on the device."""
-    ids = inputs["input_ids"]
-    length = ids.shape[1]
-    positions = torch.arange(length) + sequence.rank * length
-    return sent((positions < batch.input_ids.shape[1]).unsqueeze(0), ids.device)
+    balance = router_loss(built, router_logits, call.mask, len(at))
+    if per_token:
+        losses = at.all(losses)
+    return TargetLosses(losses, len(at), at.count, balance, sums)
 
 
 def _with_token_numbers(loss_fn: LossFunction, tokens: torch.Tensor | None) -> LossFunction:
@@ -270,29 +249,46 @@ def _with_token_numbers(loss_fn: LossFunction, tokens: torch.Tensor | None) -> L
     return with_numbers
 
 
-def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Return what a model is called with for a micro-batch, on the device: tokens, and which
-    examples they belong to. Of a shared sequence, tokens and positions are this rank's own."""
+@dataclass(frozen=True)
+class ModelCall:
+    """What a model is called with for a micro-batch on this rank.
+
+    Attributes:
+        inputs: its arguments, on the device: tokens, and which examples they belong to.
+        own: which tokens of the micro-batch these are. Ranks may share a packed sequence.
+        mask: which of them are those of samples, bool [samples, tokens] on the device; None: all.
+    """
+
+    inputs: dict[str, Any]
+    own: OwnTokens
+    mask: torch.Tensor | None
+
+
+def model_call(built: BuiltModel, batch: Batch, device: torch.device) -> ModelCall:
+    """Return what a model is called with for a micro-batch. `device`: where it computes."""
     input_ids = batch.input_ids
     lengths = batch.example_lengths
+    own = OwnTokens.of(None, input_ids)
+    mask: torch.Tensor | None = None
     if batch.is_packed:
         input_ids, lengths = _filled_up(built, batch)
         layout = packed_arguments(built, lengths, device)
-        sequence = shared_sequence(built)
-        if sequence is not None:
-            input_ids = sequence.part(input_ids, 1)
+        own = OwnTokens.of(layout["packed_samples"].sequence, input_ids)
+        mask = own.mask(batch.input_ids.shape[1], device)
     else:
-        mask = batch.attention_mask.bool()
-        is_full = bool(mask.all())  # asked on the host, where it does not wait for the device
-        layout = {"attention_mask": marked(sent(mask, device), needs_no_mask=is_full)}
+        host_mask = batch.attention_mask.bool()
+        is_full = bool(host_mask.all())  # asked on the host, where it does not wait for the device
+        mask = marked(sent(host_mask, device), needs_no_mask=is_full)
+        layout = {"attention_mask": mask}
     if batch.media is not None:
         layout |= batch.media.arguments(built.model, batch, lengths, device)
-    return {
-        "input_ids": sent(input_ids, device),
+    inputs = {
+        "input_ids": sent(own.part(input_ids), device),
         "use_cache": False,
         **layout,
         **router_arguments(built),
     }
+    return ModelCall(inputs, own, mask)
 
 
 def target_examples(batch: Batch) -> torch.Tensor:
@@ -348,9 +344,9 @@ def _filled_up(built: BuiltModel, batch: Batch) -> tuple[torch.Tensor, list[int]
     example.)"""
     input_ids = batch.input_ids
     lengths = batch.example_lengths
-    sequence = shared_sequence(built)
+    sequence = None if built.mixers is None else built.mixers.sequence
     if sequence is not None:
-        return divisible(input_ids, lengths, sequence.size)
+        return _divisible(input_ids, lengths, sequence.size)
     missing = -input_ids.shape[1] % PAD_MULTIPLE[current_target().device]
     # The new example must not have more positions than the longest one.
     is_too_long = missing > max(lengths)
@@ -367,7 +363,7 @@ def _filled_up(built: BuiltModel, batch: Batch) -> tuple[torch.Tensor, list[int]
     return filled, [*lengths, missing]
 
 
-def divisible(
+def _divisible(
     input_ids: torch.Tensor, lengths: list[int], ranks: int
 ) -> tuple[torch.Tensor, list[int]]:
     """Return the tokens and lengths with additional examples, so that all ranks that share the

@@ -9,8 +9,6 @@ scores around 0); names as in TRL's RewardTrainer, and those of the logged numbe
 objectives over pairs.
 """
 
-from typing import Any
-
 import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -20,14 +18,12 @@ from llama_ft.data.read.formats import Sample, SampleFormat
 from llama_ft.data.tokenize.encoder import Example
 from llama_ft.models import BuiltModel
 from llama_ft.models.architecture.routers import router_loss
-from llama_ft.models.packing.shared_sequences import own_positions, whole_of
-from llama_ft.runtime import Ranks, sent
+from llama_ft.runtime import Ranks
 from llama_ft.training.objectives.base import (
     LossSum,
     Objective,
     counted_once,
-    model_inputs,
-    shared_sequence,
+    model_call,
     with_router_loss,
 )
 
@@ -57,10 +53,12 @@ class RewardModeling(Objective):
         """See `Objective`; counts pairs. Examples of even number are chosen responses, each
         followed by the rejected."""
         pairs = len(batch.locations) // 2
-        inputs = model_inputs(built, batch, ranks.device)
         pad = built.model.config.get_text_config().pad_token_id
         last = last_positions(batch, -1 if pad is None else pad)  # a plan knows of no padding
-        scores, router_logits = _scores(built, inputs, last, ranks)
+        call = model_call(built, batch, ranks.device)
+        at = call.own.find(last, ranks.device)
+        own_scores, router_logits = built.model(**call.inputs, positions=at.positions)
+        scores = at.all(own_scores)  # [examples]
         chosen, rejected = scores[: 2 * pairs].view(-1, 2).unbind(1)  # [pairs]
         centering = self.config.preference.center_rewards_coefficient * (chosen + rejected).square()
         loss = (centering - F.logsigmoid(chosen - rejected)).sum()
@@ -72,22 +70,8 @@ class RewardModeling(Objective):
         }
         sums = {name: values.detach().sum() for name, values in logged.items()}
         result = counted_once(LossSum(loss, pairs, sums), built)
-        balance = router_loss(built, router_logits, inputs.get("attention_mask"), result.count)
+        balance = router_loss(built, router_logits, call.mask, result.count)
         return with_router_loss(result, balance, built)
-
-
-def _scores(
-    built: BuiltModel, inputs: dict[str, Any], last: torch.Tensor, ranks: Ranks
-) -> tuple[torch.Tensor, Any]:
-    """Return the score at each of the positions `last`, float32 [examples], and router logits. Ranks
-    that share sequences compute those of their own tokens, and all have all scores."""
-    sequence = shared_sequence(built)
-    if sequence is None:
-        scores, router_logits = built.model(**inputs, positions=sent(last, ranks.device))
-        return scores, router_logits
-    own, positions = own_positions(last, inputs["input_ids"].shape[1], sequence)
-    scores, router_logits = built.model(**inputs, positions=sent(positions, ranks.device))
-    return whole_of(scores, sent(own, ranks.device), len(last), sequence), router_logits
 
 
 def set_pad_token(
