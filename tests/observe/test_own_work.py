@@ -11,7 +11,7 @@ from forked import forked
 from transformers import AutoModelForCausalLM
 
 from llama_ft.observe import OwnWork
-from llama_ft.run.parts.slow_ranks import slow_ranks
+from llama_ft.run.parts.slow_ranks import slow_ranks, who
 from llama_ft.runtime import Ranks
 
 
@@ -31,6 +31,12 @@ def test_a_rank_is_slow_at_1_2_times_the_median(
 ) -> None:
     per_step = torch.tensor([work, [0.0] * len(work), flops], dtype=torch.float64).T
     assert slow_ranks(per_step * 20, steps=20) == expected
+
+
+def test_of_ranks_that_are_measured_together_all_are_named() -> None:
+    assert who(5, together=1, per_node=4) == "rank 5 on node 1"
+    expected = "one of ranks 4 to 7 on node 1, which share sequences,"
+    assert who(5, together=4, per_node=4) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Find a model's files, and build it without weights: parameters and buffers on the meta device,
 without storage."""
 
+import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -328,5 +329,30 @@ def resolve_context_length(setting: int | None, config: PretrainedConfig) -> int
     if setting is not None and longest is not None and setting > longest:
         raise UserError(
             f"--context_length {setting}: this model has {longest} positions; use {longest} or less."
+            f"{_how_to_scale(config.get_text_config(), setting, longest)}"
         )
     return setting or min(longest or 4096, 4096)
+
+
+def _how_to_scale(config: PretrainedConfig, wanted: int, longest: int) -> str:
+    """Return how to give a model with rotary embeddings `wanted` positions, on a line of its own; ""
+    for other models, and for longrope, whose factors its authors have searched."""
+    name = "rope_parameters"
+    rope = getattr(config, name, None) or {}
+    if "full_attention" in rope:  # parameters per kind of layer
+        name = f"{name}.full_attention"
+        rope = rope["full_attention"]
+    kind = rope.get("rope_type", "longrope")
+    if kind == "longrope":
+        return ""
+    scaled = rope.get("factor") or 1.0
+    original = rope.get("original_max_position_embeddings") or round(longest / scaled)
+    factor = max(math.ceil(wanted / original), math.ceil(scaled))
+    changes = f'"factor": {factor}.0'
+    if kind in ("default", "dynamic"):
+        changes = f'"rope_type": "yarn", {changes}, "original_max_position_embeddings": {original}'
+    return (
+        f"\nFor longer samples, scale RoPE in a copy of the model: in its config.json set max_position_embeddings to "
+        f"{factor * original}, and in {name} {changes}. Then train on samples of that length: without training, "
+        "a scaled model answers worse."
+    )

@@ -312,7 +312,7 @@ class Ranks:
             product = f"ranks ({self.world_size}){shared} x micro-batch ({batch_size}) x accumulation ({micro_batches})"
         else:  # the resumed run began on another number of ranks
             product = f"as before, at most {batch_size} per rank and micro-batch"
-            product += describe_uneven(global_batch, self.data.size)
+            product += describe_uneven(global_batch, self.data.size, self.data.processes)
         lines.append(f"global batch: {plural(global_batch, unit)} = {product}")
         separator = "; " if is_one_process else "\n  "
         return separator.join(lines)
@@ -545,14 +545,16 @@ def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: i
     return degree
 
 
-def describe_uneven(global_batch: int, ranks: int) -> str:
+def describe_uneven(global_batch: int, ranks: int, processes: int = 1) -> str:
     """Return a note on a global batch that a number of ranks cannot divide evenly, or "". It stays
-    the same, but in the last micro-batch some ranks have nothing to compute."""
+    the same, but in the last micro-batch some ranks have nothing to compute. `ranks` may be groups of
+    several `processes` that share sequences."""
     if global_batch % ranks == 0:
         return ""
+    unit = "ranks" if processes == 1 else f"groups of {processes} ranks"
     even = [number for number in range(1, global_batch + 1) if global_batch % number == 0]
     numbers = ", ".join(map(str, even))
-    return f"; {ranks} ranks do not divide it, so some wait for others ({numbers} ranks do)"
+    return f"; {ranks} {unit} do not divide it, so some wait for others ({numbers} {unit} do)"
 
 
 def _silence_libraries(rank: int) -> None:

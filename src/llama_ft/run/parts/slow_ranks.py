@@ -36,6 +36,9 @@ class SlowRanks(Part):
     def __init__(self, ranks: Ranks) -> None:
         self._own_work = OwnWork(ranks)
         self._per_node = ranks.local_world_size
+        # A GPU's work is measured with its exchanges of tokens, in which a slow rank holds up all ranks
+        # that share its sequences. A CPU sleeps in them.
+        self._measured_together = ranks.data.processes if ranks.device.type == "cuda" else 1
         self._named = set[int]()
         self._steps = 0
         self._sums = torch.zeros(ranks.world_size, 3, dtype=torch.float64)
@@ -68,8 +71,9 @@ class SlowRanks(Part):
         if self._steps < STEPS_COMPARED:
             return
         for rank in slow_ranks(self._sums, self._steps):
-            if rank not in self._named:
-                self._named.add(rank)
+            first = rank - rank % self._measured_together
+            if first not in self._named:
+                self._named.add(first)
                 self._log(rank)
         self._sums.zero_()
         self._steps = 0
@@ -78,11 +82,22 @@ class SlowRanks(Part):
         per_step = self._sums / self._steps
         own, waited, _ = per_step[rank].tolist()
         usual = median_low(per_step[:, 0].tolist())
+        slow = who(rank, self._measured_together, self._per_node)
         log.warning(
-            f"rank {rank} on node {rank // self._per_node} is slow, and the others wait for it: its own work took "
-            f"{own / usual:.1f} times the median over {self._steps} steps ({own:.3f} s per step, {waited:.3f} s of it "
-            f"for data; the median is {usual:.3f} s)."
+            f"{slow} is slow, and the others wait for it: its own work took {own / usual:.1f} times the median "
+            f"over {self._steps} steps ({own:.3f} s per step, {waited:.3f} s of it for data; the median is "
+            f"{usual:.3f} s)."
         )
+
+
+def who(rank: int, together: int, per_node: int) -> str:
+    """Return the name of a slow rank, or of the ranks one of which it is. `together`: neighboring
+    ranks that are measured together; `per_node`: ranks of a node."""
+    node = f"on node {rank // per_node}"
+    if together == 1:
+        return f"rank {rank} {node}"
+    first = rank - rank % together
+    return f"one of ranks {first} to {first + together - 1} {node}, which share sequences,"
 
 
 def slow_ranks(sums: torch.Tensor, steps: int) -> list[int]:
