@@ -48,8 +48,10 @@ def request_for(
     return PlanRequest(config, folder, world, min(8, world), device)  # type: ignore[arg-type]
 
 
-def global_batch(config: Config) -> int:
-    return config.train.batch_size_training * config.train.gradient_accumulation_steps
+def global_batch(config: Config) -> float:
+    """Per rank; ranks that share sequences have it together."""
+    samples = config.train.batch_size_training * config.train.gradient_accumulation_steps
+    return samples / config.fsdp.sequence_parallel_size
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_only_the_rank_of_qlora_among_the_suggestions_depends_on_the_gpu(
     request = request_for("--context_length 256", folder=shallow_model)
     (cheap, small), (_, large) = (ladder(request, device_bytes(gpu)) for gpu in ("rtx4090", "h100"))
     four_bit = {"use_peft": True, "mode": "4bit"}
-    assert small[0][0] == four_bit and large[0][0]["--nproc"] == 4 and cheap
+    assert small[0][0] == four_bit and large[0][0]["sequence_parallel_size"] == 2 and cheap
     assert (
         small[1:] == [change for change in large if change[0] != four_bit]
         and "fsdp_cpu_offload" in small[-1][0]
@@ -229,7 +231,8 @@ def test_no_suggestion_only_gives_up_more_than_another(
 @pytest.mark.parametrize(("world", "expected"), [(1, [2, 4, 8]), (4, [8]), (8, [16])])
 def test_ranks_are_doubled_up_to_8(world: int, expected: list[int], shallow_model: Path) -> None:
     _, others = ladder(request_for("--context_length 256", world, folder=shallow_model))
-    assert [change["--nproc"] for change, _ in others if "--nproc" in change] == expected
+    alone = [change for change, _ in others if "sequence_parallel_size" not in change]
+    assert [change["--nproc"] for change in alone if "--nproc" in change] == expected
 
 
 def test_the_choice_of_checkpointing_and_the_plan_report_the_same_size(

@@ -2,10 +2,10 @@
 planned like any run.
 
 Changes that cost only speed come first and are combined: sharding, activation checkpointing,
-micro-batches of one sample. Each of the others is added to them: more ranks, optimizer states of
-fewer bits, LoRA, QLoRA, QLoRA with double quantization, QLoRA with half the sample length, CPU
-offload. On small GPUs QLoRA is the first of them. A change that only gives up more than another one
-that fits is not an answer.
+micro-batches of one sample. Each of the others is added to them: sequence parallelism, more ranks,
+optimizer states of fewer bits, LoRA, QLoRA, QLoRA with double quantization, QLoRA with half the
+sample length, CPU offload. On small GPUs QLoRA is the first of them. A change that only gives up
+more than another one that fits is not an answer.
 """
 
 import dataclasses
@@ -35,6 +35,8 @@ MOST_RANKS = 8  # ranks are doubled up to here, the GPUs of most nodes
 CAST_ONCE: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "SHARD_GRAD_OP"}
 SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD"}
 RANKS = "--nproc"  # a flag of recipes/plan.py; the only change that is not a setting
+SHARED_BY = "sequence_parallel_size"
+MORE = (RANKS, SHARED_BY, "gradient_accumulation_steps")  # a larger number gives up more
 
 Change = tuple[dict[str, Any], str]  # settings by field name, and what they cost
 Candidate = tuple[bool, dict[str, Any], str]  # whether it can be used, and a Change
@@ -175,7 +177,7 @@ def gives_up_more(change: dict[str, Any], other: dict[str, Any]) -> bool:
     if change == other or not change.keys() >= other.keys():
         return False
     return all(
-        change[name] >= value if name == RANKS else change[name] == value
+        change[name] >= value if name in MORE else change[name] == value
         for name, value in other.items()
     )
 
@@ -244,11 +246,12 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
     factors = [2]
     while factors[-1] * 2 * request.world_size <= MOST_RANKS:
         factors.append(factors[-1] * 2)
-    others: list[Candidate] = []
+    others = _shared_sequences(request, 1, one)
     for factor in factors:
         ranks = factor * request.world_size
         cost = f"{ranks} ranks, and {factor} times the samples per step"
         others.append((True, SHARDED | {RANKS: ranks}, cost))
+        others += _shared_sequences(request, factor, one)
     others += [
         (can_round, {"optimizer": "AdamW8bit"}, "AdamW's states are rounded to 8 bits"),
         (
@@ -274,6 +277,24 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
         # a stable sort: the others keep their order
         others.sort(key=lambda candidate: candidate[1] != four_bit)
     return _usable(cheap), _usable(others)
+
+
+def _shared_sequences(request: PlanRequest, factor: int, one: dict[str, Any]) -> list[Candidate]:
+    """Return sequence parallelism over `factor` times the ranks, with the global batch as it is.
+    `one`: micro-batches of one sample."""
+    config = request.config
+    is_packed = config.data.batching_strategy == "packing"
+    now = config.fsdp.sequence_parallel_size
+    ranks = factor * request.world_size
+    more = {RANKS: ranks} if factor > 1 else {}
+    candidates: list[Candidate] = []
+    for size in range(now + 1, ranks + 1) if factor == 1 else [ranks]:
+        steps = one["gradient_accumulation_steps"] * size // (now * factor)
+        change = SHARDED | one | more | {SHARED_BY: size, "gradient_accumulation_steps": steps}
+        cost = f"{size} ranks exchange tokens in every layer; micro-batches per step: {steps}"
+        is_possible = is_packed and ranks % size == 0 and size % (now * factor) == 0
+        candidates.append((is_possible, change, cost))
+    return candidates
 
 
 def _usable(candidates: list[Candidate]) -> list[Change]:
