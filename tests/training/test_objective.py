@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import importlib
 import sys
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from llama_ft.models import (
     use_router_loss,
 )
 from llama_ft.models.base.replaced_functions import replace_functions
+from llama_ft.models.packing.packed_samples import PackedSamples, samples_of
+from llama_ft.runtime.sequence import SequenceRank
 from llama_ft.training import SupervisedFineTuning, target_losses
 from llama_ft.training.objectives import base
 
@@ -192,6 +195,24 @@ def test_embedding_noise_of_a_token_has_the_size_of_its_own_sample(
         parts = tuple(noise[at, :length] for at, length in enumerate(lengths))
     for part, length in zip(parts, lengths, strict=True):
         # the largest of 128 or more uniform numbers
+        bound = 5.0 / (length * 32) ** 0.5
+        assert 0.9 * bound < part.max() <= bound * 1.0001
+
+
+def test_embedding_noise_of_a_shared_sequence_has_the_sizes_of_this_ranks_tokens(
+    model: LlamaForCausalLM,
+) -> None:
+    """The second of two ranks has 18 tokens of the first sample, and both others."""
+    noisy = copy.deepcopy(model).train()
+    add_embedding_noise(noisy, 5.0)
+    embedding = noisy.get_input_embeddings()
+    group: Any = None  # not asked
+    samples = PackedSamples.of([50, 10, 4], CPU)
+    shared = dataclasses.replace(samples, sequence=SequenceRank(1, 2, group))
+    ids = torch.arange(32).unsqueeze(0)
+    with samples_of(shared):
+        noise = (embedding(ids) - embedding.weight[ids]).abs()[0]
+    for part, length in zip(noise.split([18, 10, 4]), (50, 10, 4), strict=True):
         bound = 5.0 / (length * 32) ** 0.5
         assert 0.9 * bound < part.max() <= bound * 1.0001
 

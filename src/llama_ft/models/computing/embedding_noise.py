@@ -40,7 +40,7 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
             # not repeat_interleave: the planner's fake tensors cannot know the size of its result
             per_sample = [torch.full((length,), length) for length in packed.lengths]
             per_token = torch.cat(per_sample).unsqueeze(0)  # [1, tokens]
-            lengths = sent(per_token, embedded.device)
+            lengths = sent(packed.own(per_token), embedded.device)
         elif padded_lengths is not None:
             lengths = padded_lengths
         else:

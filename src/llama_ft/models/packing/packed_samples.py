@@ -78,6 +78,11 @@ class PackedSamples:
         starts = torch.repeat_interleave(first_tokens, lengths, output_size=total)
         return torch.arange(total, device=self.offsets.device) - starts
 
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a value per token of the sequence, [1, tokens]: all of it, unless
+        ranks share the sequence."""
+        return whole if self.sequence is None else self.sequence.part(whole, 1)
+
     def cut(self, size: int) -> "PackedSamples":
         """Split samples into parts of at most `size` tokens, for chunked attention."""
         if size >= self.longest:

@@ -50,8 +50,7 @@ class _SampleLengths:
             lengths = samples.offsets.diff()
             total = sum(samples.lengths)
             by_token = torch.repeat_interleave(lengths, lengths, output_size=total).unsqueeze(0)
-            sequence = samples.sequence
-            return by_token if sequence is None else sequence.part(by_token, 1)
+            return samples.own(by_token)
         return None if self._mask is None else self._mask.sum(dim=1, keepdim=True)
 
 
