@@ -44,7 +44,7 @@ TOKENS = {
     "extensions/store": 9900,
     "inference": 7500,
     "libraries": 2600,
-    "models": 60_600,
+    "models": 61_200,
     "observe": 12_600,
     "plan": 19_200,
     "run": 9300,

@@ -96,8 +96,7 @@ def check_packing(
         if not mixers.run_more_per_sample():
             raise _unsupported(call, problem)
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
-    targets = packed_batch.input_ids[0].roll(-1)[positions].to(device)
-    has_chunked_loss = _has_exact_chunked_loss(built, call, positions, targets, packed)
+    has_chunked_loss = _has_exact_chunked_loss(built, call, packed_batch, positions, packed)
     free_unsharded(model)
     model.train()
     return has_chunked_loss
@@ -190,17 +189,18 @@ def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> floa
 def _has_exact_chunked_loss(
     built: BuiltModel,
     call: ModelCall,
+    batch: Batch,
     positions: torch.Tensor,
-    targets: torch.Tensor,
     packed: torch.Tensor,
 ) -> bool:
     """Return whether there is a chunked loss, and it is that of the logits of packed samples, float32
-    [positions, vocab]. `targets`: a token to predict at each position."""
+    [positions, vocab]. `call` is for `batch`."""
     model = built.model
     if not built.has_chunked_loss:
         return False
     at = call.own.find(positions, packed.device)
-    own_targets = at.own(targets)
+    targets = batch.input_ids[0].roll(-1)[positions]  # any tokens would do
+    own_targets = at.own(targets.to(packed.device))
     with without_graphs(model):
         loss = model(**call.inputs, positions=at.positions, targets=own_targets)[0]
     of_logits_sum = F.cross_entropy(at.own(packed), own_targets, reduction="sum")

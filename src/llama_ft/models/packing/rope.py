@@ -116,8 +116,8 @@ def _choose_factors(
     call.arguments["position_ids"] = position_ids.clamp(max=original - 1)
     short = rotary.forward(*call.args, **call.kwargs)
     samples = current_samples()
-    if samples is not None and samples.sequence is not None and samples.longest > original:
-        # this rank may have the first tokens of a long sample only: one more position tells
+    if samples is not None and samples.longest > original:
+        # this rank may have only the first tokens of a long sample: one more position tells
         added = functional.pad(position_ids, (0, 1), value=samples.longest - 1)
         call.arguments["position_ids"] = added
         output = tuple(part[:, :-1] for part in rotary.forward(*call.args, **call.kwargs))
