@@ -334,8 +334,8 @@ def resolve_context_length(setting: int | None, config: PretrainedConfig) -> int
     return setting or min(longest or 4096, 4096)
 
 
-def _how_to_scale(config: PretrainedConfig, wanted: int, longest: int) -> str:
-    """Return how to give a model with rotary embeddings `wanted` positions, on a line of its own; ""
+def _how_to_scale(config: PretrainedConfig, tokens: int, longest: int) -> str:
+    """Return how to give a model with rotary embeddings `tokens` positions, on a line of its own; ""
     for other models, and for longrope, whose factors its authors have searched."""
     name = "rope_parameters"
     rope = getattr(config, name, None) or {}
@@ -347,7 +347,7 @@ def _how_to_scale(config: PretrainedConfig, wanted: int, longest: int) -> str:
         return ""
     scaled = rope.get("factor") or 1.0
     original = rope.get("original_max_position_embeddings") or round(longest / scaled)
-    factor = max(math.ceil(wanted / original), math.ceil(scaled))
+    factor = max(math.ceil(tokens / original), math.ceil(scaled))
     changes = f'"factor": {factor}.0'
     if kind in ("default", "dynamic"):
         changes = f'"rope_type": "yarn", {changes}, "original_max_position_embeddings": {original}'
