@@ -188,6 +188,11 @@ LAYOUTS = {
 RESPONSE = [IDS["<|im_start|>"], *b"assistant\n"]
 
 
+def image_model(folder: Path, family: str) -> Path:
+    """Save a model of a family, unless it is there."""
+    return folder if folder.exists() else save_image_model(folder, family)
+
+
 def save_image_model(folder: Path, family: str, **settings: Any) -> Path:
     """Save a model, its tokenizer and its processor's files."""
     from transformers import AutoConfig, AutoModelForMultimodalLM

@@ -83,7 +83,8 @@ def test_attempts_on_other_numbers_of_ranks_continue_the_run_without_being_told(
     assert_equal_run(run, whole)
 
 
-@pytest.mark.parametrize("is_command", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_command", [False, True])
 def test_a_lost_node_that_returns_changes_no_step(
     whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path, is_command: bool
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_run_killed_during_an_upload_resumes_on_an_empty_disk(
     assert is_uploaded(store, LAST_STEP) and has_no_secret(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_final_upload_that_was_killed_is_finished_by_resume(
     server: str, crash: ModuleType, inputs: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_final_upload_that_was_killed_is_finished_by_resume(
     assert store.get_text("owner.json") == owner  # nothing is uploaded again
 
 
+@pytest.mark.slow
 def test_the_reference_of_dpo_is_fetched_with_its_checkpoint(
     server: str, crash: ModuleType, inputs: Path, tmp_path: Path
 ) -> None:

@@ -53,9 +53,9 @@ def kill_before_step_6(happened: Callable[[], Any], words: list[str], log: Path)
     "lost",
     [
         pytest.param("nothing", marks=pytest.mark.slow),
-        "first disk",
+        pytest.param("first disk", marks=pytest.mark.slow),
         pytest.param("second disk", marks=pytest.mark.slow),
-        "uploads",
+        pytest.param("uploads", marks=pytest.mark.slow),
     ],
 )
 def test_nodes_with_their_own_disks_resume_from_the_store(
@@ -101,6 +101,7 @@ def test_nodes_with_their_own_disks_resume_from_the_store(
     assert again.exit_code == 0 and "This run was finished" in again.output, again.output
 
 
+@pytest.mark.slow
 def test_early_stopping_takes_the_best_weights_from_the_store(
     server: str, crash: ModuleType, inputs: Path, tmp_path: Path
 ) -> None:

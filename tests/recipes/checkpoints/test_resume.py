@@ -50,6 +50,9 @@ EXACT = {
     "experts": f"{FSDP} {EXPERTS} --activation_checkpointing full {SHORT}",
     "dpo": f"{FSDP} {DPO} {SHORT}",
 }
+# Slow: what is saved of them is proven apart, or by one of the others.
+SLOW_EXACT = ("nf4", "SGD", "early", "experts")
+FAST_EXACT = [name for name in EXACT if name not in SLOW_EXACT]
 # 32 packed sequences per step: 256 samples are read ahead (a chunk, the least) and are 5 steps, the
 # other 144 of an epoch are 3.
 STREAMING = (
@@ -66,6 +69,7 @@ LAYOUTS = {
     "--activation_checkpointing full",
     "other_micro_batches": f"{FSDP} --batch_size_training 1 --gradient_accumulation_steps 4",
 }
+FAST_LAYOUTS = ("no_shard",)
 
 
 @pytest.fixture(scope="module")
@@ -128,37 +132,69 @@ def checkpoint(folder: Path, name: str, step: int) -> str:
     return f"--resume {folder}/{name}/checkpoints/step-{step:06d}"
 
 
+def exact_cases(folder: Path, name: str) -> list[list[str]]:
+    """A run, and the same resumed in its first epoch."""
+    settings = EXACT[name]
+    whole = flags(folder, name, "dropout", settings)
+    resume = checkpoint(folder, name, 2 if SHORT in settings else 3)
+    return [whole, flags(folder, f"{name}-resumed", "dropout", settings, resume)]
+
+
+def layout_case(folder: Path, name: str) -> list[str]:
+    return flags(folder, name, "model", LAYOUTS[name], checkpoint(folder, "plain", 3))
+
+
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> Path:
+    """The folder, with the runs of the fast tests."""
     cases = []
-    for name, settings in EXACT.items():
-        cases.append(flags(folder, name, "dropout", settings))
-        step = 2 if SHORT in settings else 3
-        resume = checkpoint(folder, name, step)
-        cases.append(flags(folder, f"{name}-resumed", "dropout", settings, resume))
+    for name in FAST_EXACT:
+        cases += exact_cases(folder, name)
     resume = checkpoint(folder, "padded", 2)
     cases.append(flags(folder, "padded", "dropout", EXACT["padded"], resume))
     cases.append(flags(folder, "plain", "model", FSDP, PLAIN))
-    for name, settings in LAYOUTS.items():
-        cases.append(flags(folder, name, "model", settings, checkpoint(folder, "plain", 3)))
+    cases += [layout_case(folder, name) for name in FAST_LAYOUTS]
     cases.append(flags(folder, "streaming", "model", FSDP, STREAMING))
     resume = checkpoint(folder, "streaming", 6)  # in the middle of the second window
     cases.append(flags(folder, "streaming-resumed", "model", FSDP, STREAMING, resume))
     cases.append(flags(folder, "still", "model", STILL))
     finished = launch(folder, cases, 2)
     assert finished.exit_code == 0, finished.output
-    (folder / "output.txt").write_text(finished.output)
     return folder
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_a_run_resumed_mid_epoch_logs_the_same_metrics(two_ranks: Path, name: str) -> None:
-    whole = facts(two_ranks / name)
-    resumed = facts(two_ranks / f"{name}-resumed")
+@pytest.fixture(scope="module")
+def further(two_ranks: Path) -> Finished:
+    """The runs of the slow tests on two ranks, in the same folder."""
+    cases = []
+    for name in SLOW_EXACT:
+        cases += exact_cases(two_ranks, name)
+    cases += [layout_case(two_ranks, name) for name in LAYOUTS.keys() - {*FAST_LAYOUTS}]
+    finished = launch(two_ranks, cases, 2)
+    assert finished.exit_code == 0, finished.output
+    return finished
+
+
+def check_exact(folder: Path, name: str) -> None:
+    whole = facts(folder / name)
+    resumed = facts(folder / f"{name}-resumed")
     assert len(whole) >= 5 and whole == resumed
-    values = losses(two_ranks / name)
+    values = losses(folder / name)
     assert (name == "experts") == any("train/router_aux_loss" in line for line in whole)
     assert len(values) == len(set(values)), "dropout and weights change the loss at every step"
+
+
+@pytest.mark.parametrize("name", FAST_EXACT)
+def test_a_run_resumed_mid_epoch_logs_the_same_metrics(two_ranks: Path, name: str) -> None:
+    check_exact(two_ranks, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_EXACT)
+def test_further_runs_resumed_mid_epoch_log_the_same_metrics(
+    two_ranks: Path, further: Finished, name: str
+) -> None:
+    check_exact(two_ranks, name)
 
 
 def test_a_stream_resumed_in_the_middle_of_a_window_has_the_same_metrics(two_ranks: Path) -> None:
@@ -173,19 +209,30 @@ def test_a_stream_resumed_in_the_middle_of_a_window_has_the_same_metrics(two_ran
     assert position["step_in_window"] == 1
 
 
-def test_the_result_of_a_resumed_run_is_the_same_model(two_ranks: Path) -> None:
+def check_same_model(folder: Path, name: str, file: str) -> None:
     from safetensors.torch import load_file
 
-    for name, file in (("full", SINGLE), ("nf4", ADAPTER), ("experts", ADAPTER), ("early", SINGLE)):
-        whole = load_file(two_ranks / name / "model" / file)
-        resumed = load_file(two_ranks / f"{name}-resumed" / "model" / file)
-        assert whole.keys() == resumed.keys() and all(
-            whole[key].equal(resumed[key]) for key in whole
-        )
+    whole = load_file(folder / name / "model" / file)
+    resumed = load_file(folder / f"{name}-resumed" / "model" / file)
+    assert whole.keys() == resumed.keys()
+    assert all(whole[key].equal(resumed[key]) for key in whole)
 
 
+def test_the_result_of_a_resumed_run_is_the_same_model(two_ranks: Path) -> None:
+    check_same_model(two_ranks, "full", SINGLE)
+
+
+@pytest.mark.slow
+def test_the_results_of_further_resumed_runs_are_the_same_models(
+    two_ranks: Path, further: Finished
+) -> None:
+    for name, file in (("nf4", ADAPTER), ("experts", ADAPTER), ("early", SINGLE)):
+        check_same_model(two_ranks, name, file)
+
+
+@pytest.mark.slow
 def test_a_run_resumed_in_another_directory_finds_the_best_weights_of_the_first(
-    two_ranks: Path,
+    two_ranks: Path, further: Finished
 ) -> None:
     """The best weights are of a step before the branch, and are taken in both."""
     best = json.loads((two_ranks / "early" / "checkpoints" / "best.json").read_text())
@@ -193,9 +240,8 @@ def test_a_run_resumed_in_another_directory_finds_the_best_weights_of_the_first(
         best["step"] < 3
         and not (two_ranks / "early-resumed" / "checkpoints" / best["checkpoint"]).exists()
     )
-    assert (two_ranks / "output.txt").read_text().count(
-        f"model of step {best['step']}: {two_ranks}/early"
-    ) == 2
+    found = f"model of step {best['step']}: {two_ranks}/early"
+    assert further.output.count(found) == 2
 
 
 def test_resuming_an_earlier_step_moves_newer_checkpoints_to_set_aside(two_ranks: Path) -> None:
@@ -204,9 +250,19 @@ def test_resuming_an_earlier_step_moves_newer_checkpoints_to_set_aside(two_ranks
     assert (run_dir / "set-aside-1-model").is_dir() and (run_dir / "model").is_dir()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FAST_LAYOUTS)
 def test_resuming_with_another_sharding_keeps_the_losses(two_ranks: Path, name: str) -> None:
     assert losses(two_ranks / name) == pytest.approx(losses(two_ranks / "plain"), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_resuming_with_further_shardings_keeps_the_losses(
+    two_ranks: Path, further: Finished
+) -> None:
+    for name in LAYOUTS:
+        assert losses(two_ranks / name) == pytest.approx(losses(two_ranks / "plain"), rel=1e-4), (
+            name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +333,7 @@ def without_references(two_ranks: Path, one_rank: Finished) -> Finished:
     return launch(two_ranks, cases, 2)
 
 
+@pytest.mark.slow
 def test_a_corrupted_reference_file_of_a_run_leaves_those_of_its_checkpoints_valid(
     two_ranks: Path, without_references: Finished
 ) -> None:
@@ -286,6 +343,7 @@ def test_a_corrupted_reference_file_of_a_run_leaves_those_of_its_checkpoints_val
     assert facts(two_ranks / "dpo-0") == facts(two_ranks / "dpo")
 
 
+@pytest.mark.slow
 def test_a_reference_without_a_valid_file_is_computed_again(
     two_ranks: Path, without_references: Finished
 ) -> None:
@@ -301,6 +359,7 @@ def test_a_reference_without_a_valid_file_is_computed_again(
         assert len(contents) == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_a_corrupted_reference_can_be_exported(
     two_ranks: Path, tmp_path: Path
 ) -> None:
@@ -381,20 +440,14 @@ def test_resuming_on_more_ranks_and_back_keeps_the_losses(
 def test_resume_auto_takes_the_newest_valid_checkpoint(two_ranks: Path) -> None:
     """A corrupted newest checkpoint is reported and moved to set-aside-*, and the run resumes from
     the one before."""
-    run_dir = two_ranks / "SGD"
-    whole = facts(run_dir)
-    newest = (
-        run_dir / "checkpoints" / "step-000004" / "shard-00002-model-00001-of-00001.safetensors"
-    )
-    content = bytearray(newest.read_bytes())
-    content[-1] ^= 1
-    newest.write_bytes(content)
-    settings = flags(two_ranks, "SGD", "dropout", EXACT["SGD"], "--resume", "auto")
+    run_dir = shutil.copytree(two_ranks / "full", two_ranks / "auto")
+    newest, before, *_ = complete_checkpoints(run_dir)
+    shard = newest / "shard-00002-model-00001-of-00001.safetensors"
+    flip_a_bit(shard)
+    settings = flags(two_ranks, "auto", "dropout", EXACT["full"], "--resume", "auto")
     finished = forked(RECIPE, *settings, ranks=2)
     assert finished.exit_code == 0, finished.output
-    assert (
-        "step-000004 is corrupted and not used" in finished.output
-        and newest.name in finished.output
-    )
-    assert facts(run_dir) == whole
-    assert (run_dir / "checkpoints" / "set-aside-1-step-000004").is_dir()
+    assert f"{newest.name} is corrupted and not used" in finished.output
+    assert shard.name in finished.output and f"{before.name}" in finished.output
+    assert facts(run_dir) == facts(two_ranks / "full")
+    assert (run_dir / "checkpoints" / f"set-aside-1-{newest.name}").is_dir()

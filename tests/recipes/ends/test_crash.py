@@ -29,6 +29,7 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_one(
     assert "every run identical to the uninterrupted one" in finished.output
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_saving_resumes_to_equal_the_uninterrupted_one(tmp_path: Path) -> None:
     """The benchmark's run, of one epoch, compared as it does; all ranks are killed at once."""
     crash = load_script(SCRIPT)

@@ -20,7 +20,7 @@ TRAINING = (
     "--precision fp32 --context_length 64 --lr 1e-3 --max_train_step 4 --save_steps 1 --eval_steps 3 "
     "--gradient_accumulation_steps 1 --no_plan"
 ).split()
-# thousands of batches, or hundreds of tokens: seconds that end at once if they are abandoned
+# a thousand batches, or hundreds of tokens: seconds that end at once if they are abandoned
 LONG_EVALUATION = ["--val_batch_size", "1"]
 SHORT_EVALUATION = ["--max_eval_step", "1"]
 LONG_ANSWERS = ["--sample_tokens", "2000"]
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Any) -> Path:
     folder = tmp_path_factory.mktemp("stop")
     save_model(folder / "model", max_position_embeddings=4096)
     write_rows(folder / "rows.jsonl", 32)
-    write_rows(folder / "validation.jsonl", 6000)
+    write_rows(folder / "validation.jsonl", 2000)
     for ranks, name in ((2, "whole"), (0, "single")):
         finished = forked(RECIPE, *flags(folder, name), *SHORT_EVALUATION, ranks=ranks)
         assert finished.exit_code == 0, finished.output
@@ -143,7 +143,7 @@ def test_a_run_stopped_after_its_last_step_resumes_with_the_export(folder: Path)
     assert finished.exit_code == 0 and (run.directory / "model").is_dir(), finished.output
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_requested_checkpoint_is_saved_and_training_continues(folder: Path, ranks: int) -> None:
     name = f"requested-{ranks}"
     never = "--save_steps 0 --save_model False --max_train_step 4000 --num_epochs 4000".split()

@@ -106,8 +106,12 @@ def flags(folder: Path, name: str, more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Finished:
-    runs = {**ONE_RANK, **QUANTIZED}
-    return run_cases(folder, [flags(folder, name, more) for name, more in runs.items()])
+    return run_cases(folder, [flags(folder, name, more) for name, more in ONE_RANK.items()])
+
+
+@pytest.fixture(scope="module")
+def quantized(folder: Path) -> Finished:
+    return run_cases(folder, [flags(folder, name, more) for name, more in QUANTIZED.items()])
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +193,10 @@ def test_the_file_has_the_most_likely_tokens_of_each_target(
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", QUANTIZED)
 def test_a_quantized_teacher_is_the_one_of_bitsandbytes(
-    one_rank: Finished, folder: Path, bits: str
+    quantized: Finished, folder: Path, bits: str
 ) -> None:
     """The linear layers of its decoder layers have the weights that bitsandbytes gives back."""
     teacher = load_model(folder / "wide")

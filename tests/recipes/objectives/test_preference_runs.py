@@ -1,7 +1,7 @@
 """Runs on preference pairs on two ranks: their losses, rewards and scores are those of plain loops.
 The formulas of all objectives, with gradients, are compared in training/test_preferences.py."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,12 @@ REWARDS = {  # the first reads and sends shards from rank 0 and packs, the secon
     "reward": f"--objective reward {FSDP} --activation_checkpointing full",
     "reward_lora": f"--objective reward --use_peft --enable_fsdp {PADDED}",
 }
+# Another way to the same numbers, or another objective of pairs: two of each kind are fast.
+SLOW = ("dpo_once", "dpo_full", "ipo_other", "kto", "reward_lora")
+
+
+def fast_and_slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +70,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def further(folder: Path, tiny_model: Path, tied_model: Path) -> Finished:
+    """The slow runs below `folder`, in one launch."""
+    return launch_runs(folder, tiny_model, tied_model, [*SLOW])
+
+
+@pytest.fixture(scope="module")
 def launch(folder: Path, tiny_model: Path, tied_model: Path) -> Finished:
-    """Every run below `folder`, in one launch."""
+    """The other runs below `folder`, in one launch."""
+    names = [name for name in (*PREFERENCES, *REWARDS) if name not in SLOW]
+    return launch_runs(folder, tiny_model, tied_model, [*names, "dpo_first"])
+
+
+def launch_runs(folder: Path, tiny_model: Path, tied_model: Path, names: list[str]) -> Finished:
     train = write_pairs(folder / "pairs.jsonl", PAIRS)
     validation = write_pairs(folder / "validation.jsonl", VALIDATION_PAIRS, first=9)
     common = f"--model_name {tiny_model} --dataset {train} --validation {validation}"
@@ -75,8 +92,10 @@ def launch(folder: Path, tiny_model: Path, tied_model: Path) -> Finished:
     # After its first step the B of an adapter is not zero, but its A is as it was initialized.
     runs["dpo_first"] = f"{DPO} --use_peft --max_train_step 1 --run_validation False"
     cases = []
-    for name, flags in runs.items():
-        flags = f"{common} {flags} --output_dir {folder}/{name}".replace("@other", str(tied_model))
+    for name in names:
+        flags = f"{common} {runs[name]} --output_dir {folder}/{name}".replace(
+            "@other", str(tied_model)
+        )
         if "--batch_size_training" not in flags:
             flags += " --batch_size_training 1"  # one micro-batch of one rank has no pair
         cases.append(flags.split())
@@ -112,11 +131,18 @@ def trained_model(name: str, folder: Path, tiny_model: Path) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", PREFERENCES)
+@pytest.mark.parametrize("name", fast_and_slow(PREFERENCES))
 def test_preference_training_has_the_losses_of_a_plain_loop(
-    launch: Finished, folder: Path, tiny_model: Path, tied_model: Path, name: str
+    request: pytest.FixtureRequest,
+    launch: Finished,
+    folder: Path,
+    tiny_model: Path,
+    tied_model: Path,
+    name: str,
 ) -> None:
     """AdamW in one process, pair by pair, in transformers and peft."""
+    if name in SLOW:
+        request.getfixturevalue("further")
     from transformers import AutoTokenizer
 
     encoder = Encoder(AutoTokenizer.from_pretrained(tiny_model), 128)
@@ -204,8 +230,7 @@ def test_a_reward_model_has_the_losses_of_plain_transformers(
         "score.weight"
     )
     first = reward_models.loss(model, folder / "validation.jsonl").item()
-    for name in REWARDS:
-        assert metrics(folder / name)[0]["eval/loss"] == pytest.approx(first, rel=1e-5)
+    assert metrics(folder / "reward")[0]["eval/loss"] == pytest.approx(first, rel=1e-5)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     logged = [line for line in metrics(folder / "reward") if "train/loss" in line]
@@ -218,33 +243,41 @@ def test_a_reward_model_has_the_losses_of_plain_transformers(
         optimizer.zero_grad()
 
 
-def reward_results(
-    reward_models: RewardModels, folder: Path, base: Path
-) -> Iterator[tuple[str, Path, Any]]:
-    """Name of a run, what inference is asked to load, and the same in plain Transformers."""
-    from peft import PeftModel
-
-    full = folder / "reward" / "model"
-    yield "reward", full, reward_models.load(full)
-    adapter = folder / "reward_lora"
-    model = PeftModel.from_pretrained(reward_models.untrained(base), adapter / "model").eval()
-    yield "reward_lora", adapter / "checkpoints" / f"step-{STEPS:06d}", model
+def check_scores(
+    reward_models: RewardModels, folder: Path, run: str, path: Path, model: Any
+) -> None:
+    """Inference with `path` has the scores of `model`, in plain Transformers."""
+    file = folder / "validation.jsonl"
+    expected = reward_models.loss(model, file).item()
+    assert metrics(folder / run)[-1]["eval/loss"] == pytest.approx(expected, rel=1e-5)
+    out = folder / f"{run}-scores.jsonl"
+    flags = f"--prompts {file} --output_file {out} --batch_size 4 --precision fp32 --device cpu"
+    finished = forked(INFERENCE, path, *flags.split())
+    assert finished.exit_code == 0, finished.output
+    printed = [[line["score_chosen"], line["score_rejected"]] for line in read_jsonl(out)]
+    expected_scores = reward_models.scores(model, file)
+    torch.testing.assert_close(torch.tensor(printed), expected_scores, rtol=1e-5, atol=1e-5)
 
 
 def test_inference_prints_the_scores_of_plain_transformers(
-    reward_models: RewardModels, folder: Path, tiny_model: Path, tmp_path: Path
+    reward_models: RewardModels, folder: Path
 ) -> None:
-    file = folder / "validation.jsonl"
-    for name, path, model in reward_results(reward_models, folder, tiny_model):
-        expected = reward_models.loss(model, file).item()
-        assert metrics(folder / name)[-1]["eval/loss"] == pytest.approx(expected, rel=1e-5)
-        out = tmp_path / f"{name}.jsonl"
-        flags = f"--prompts {file} --output_file {out} --batch_size 4 --precision fp32 --device cpu"
-        finished = forked(INFERENCE, path, *flags.split())
-        assert finished.exit_code == 0, finished.output
-        printed = [[line["score_chosen"], line["score_rejected"]] for line in read_jsonl(out)]
-        expected_scores = reward_models.scores(model, file)
-        torch.testing.assert_close(torch.tensor(printed), expected_scores, rtol=1e-5, atol=1e-5)
+    path = folder / "reward" / "model"
+    check_scores(reward_models, folder, "reward", path, reward_models.load(path))
+
+
+@pytest.mark.slow
+def test_inference_with_a_reward_adapter_prints_the_scores_of_plain_peft(
+    reward_models: RewardModels, further: Finished, folder: Path, tiny_model: Path
+) -> None:
+    from peft import PeftModel
+
+    base = reward_models.untrained(tiny_model)
+    model = PeftModel.from_pretrained(base, folder / "reward_lora" / "model").eval()
+    first = metrics(folder / "reward_lora")[0]["eval/loss"]
+    assert first == pytest.approx(metrics(folder / "reward")[0]["eval/loss"], rel=1e-5)
+    path = folder / "reward_lora" / "checkpoints" / f"step-{STEPS:06d}"
+    check_scores(reward_models, folder, "reward_lora", path, model)
 
 
 def test_samples_that_a_reward_model_cannot_score_are_all_named_and_can_be_skipped(

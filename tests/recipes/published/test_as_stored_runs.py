@@ -1,5 +1,6 @@
 """LoRA on weights that stay as they are published computes what LoRA on the dequantized model does."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,8 @@ CASES = {
     "mxfp4": ("mxfp4", ["--target_modules", "q_proj,o_proj"]),
     "mxfp4-experts": ("mxfp4", ["--target_modules", "q_proj", *EXPERTS, "--low_cpu_fsdp"]),
 }
+FAST = ("fp8-scatter", "mxfp4-experts")
+Launch = Callable[[str], Path]
 # With this optimizer the change of an adapter is its gradient.
 OPTIMIZER = """
 import torch
@@ -51,10 +54,20 @@ def runs(
     request: pytest.FixtureRequest,
     save_tokenizer: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
+) -> Launch:
+    """The runs of a case, in one launch with those of the fast cases or of the others."""
+
+    @functools.cache
+    def runs_of(fast: bool) -> Path:
+        folder = tmp_path_factory.mktemp("as-stored")
+        run_all(folder, save_tokenizer, request.param, fast)
+        return folder
+
+    return lambda name: runs_of(name in FAST)
+
+
+def run_all(folder: Path, save_tokenizer: Callable[..., Path], ranks: int, fast: bool) -> None:
     """Two steps of each case as stored and dequantized, and the first from its first checkpoint."""
-    ranks: int = request.param
-    folder = tmp_path_factory.mktemp("as-stored")
     for name, published in MODELS.items():
         publish(save_tokenizer(folder / name), *published)
     generator = torch.Generator().manual_seed(1)
@@ -71,6 +84,8 @@ def runs(
     common += ["--lr", "1", "--weight_decay", "0", "--lr_scheduler", "constant"]
     flags = []
     for name, (model, of_case) in CASES.items():
+        if (name in FAST) != fast:
+            continue
         run = [*common, *of_case, "--model_name", f"{folder}/{model}"]
         stored = [*run, "--quantization", "as_stored"]
         flags.append([*run, "--output_dir", f"{folder}/{name}-dequantized"])
@@ -80,17 +95,19 @@ def runs(
         flags.append([*again, "--output_dir", f"{folder}/{name}-resumed"])
     finished = run_cases(folder, flags, ranks=0 if ranks == 1 else ranks)
     (folder / "output.txt").write_text(finished.output)
-    return folder
+
+
+MARKED = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES]
 
 
 def adapter(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_the_dequantized_model(runs: Path, name: str) -> None:
-    stored = runs / f"{name}-stored"
-    expected = runs / f"{name}-dequantized"
+@pytest.mark.parametrize("name", MARKED)
+def test_losses_and_gradients_are_those_of_the_dequantized_model(runs: Launch, name: str) -> None:
+    stored = runs(name) / f"{name}-stored"
+    expected = runs(name) / f"{name}-dequantized"
     assert losses(stored) == pytest.approx(losses(expected), rel=1e-5)
     changes = adapter(expected)
     found = adapter(stored)
@@ -101,21 +118,22 @@ def test_losses_and_gradients_are_those_of_the_dequantized_model(runs: Path, nam
         torch.testing.assert_close(tensor, changes[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_has_the_same_last_loss(runs: Path, name: str) -> None:
-    assert losses(runs / f"{name}-resumed")[-1] == losses(runs / f"{name}-stored")[-1]
+@pytest.mark.parametrize("name", MARKED)
+def test_a_resumed_run_has_the_same_last_loss(runs: Launch, name: str) -> None:
+    assert losses(runs(name) / f"{name}-resumed")[-1] == losses(runs(name) / f"{name}-stored")[-1]
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4-experts"])
+@pytest.mark.parametrize("name", FAST)
 def test_an_adapter_names_the_published_base_and_merges_as_that_of_the_dequantized_model(
-    runs: Path, tmp_path: Path, name: str
+    runs: Launch, tmp_path: Path, name: str
 ) -> None:
-    settings = json.loads((runs / f"{name}-stored/model/adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(runs / CASES[name][0])
+    folder = runs(name)
+    settings = json.loads((folder / f"{name}-stored/model/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(folder / CASES[name][0])
     merged = []
     for kind in ("stored", "dequantized"):
         exporter = Exporter.prepare(
-            find_valid(runs / f"{name}-{kind}"),
+            find_valid(folder / f"{name}-{kind}"),
             build_model(),
             None,
             None,
@@ -133,17 +151,17 @@ def test_an_adapter_names_the_published_base_and_merges_as_that_of_the_dequantiz
         torch.testing.assert_close(tensor, expected[key], rtol=1e-2, atol=1e-6)
 
 
-def test_the_start_says_what_is_kept(runs: Path) -> None:
-    output = " ".join((runs / "output.txt").read_text().split())
+def test_the_start_says_what_is_kept(runs: Launch) -> None:
+    output = " ".join((runs(FAST[0]) / "output.txt").read_text().split())
     assert "Other weights than those kept as stored are read in 16 bits" in output
     assert "Kept in FP8, as stored: 14 linear layers" in output
     assert "Kept in MXFP4, as stored: 0 linear layers and 4 stacks of experts" in output
 
 
-def test_inference_reads_the_base_as_the_run_did(runs: Path) -> None:
+def test_inference_reads_the_base_as_the_run_did(runs: Launch) -> None:
     script = RECIPE.with_name("inference.py")
     flags = ["--prompt", "a", "--max_new_tokens", "2", "--device", "cpu"]
-    finished = forked(script, str(runs / "mxfp4-experts-stored"), *flags)
+    finished = forked(script, str(runs("mxfp4-experts") / "mxfp4-experts-stored"), *flags)
     assert finished.exit_code == 0, finished.output
     assert "MXFP4, as stored" in " ".join(finished.output.split())
 

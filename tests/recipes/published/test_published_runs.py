@@ -63,13 +63,14 @@ SAMPLES = 8
 Launch = Callable[[str], Path]
 
 
+# One way to load each kind of weights, in full fine-tuning and in both kinds of LoRA. The other
+# formats are loaded in one process by test_published and test_compressed_tensors.
+FAST = ("fp8-full", "fp8-lora", "fp8-lora-4bit", "int4-lora")
+
+
 def marked(names: Iterable[str]) -> list[Any]:
-    """Names of models or of cases; those of the other formats than FP8, which test_published and
-    test_compressed_tensors load in one process, are slow."""
-    return [
-        pytest.param(name, marks=[] if name.startswith("fp8") else pytest.mark.slow)
-        for name in names
-    ]
+    """Names of cases."""
+    return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
@@ -78,17 +79,17 @@ def launch(
     save_tokenizer: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Launch:
-    """The runs of a model, which is named alone or as the first part of a case."""
+    """The runs of a case, in one launch with the other fast, or slow, cases of its model."""
 
     @functools.cache
-    def runs_of(model: str) -> Path:
+    def runs_of(model: str, fast: bool) -> Path:
         folder = tmp_path_factory.mktemp("published")
         publish_model(folder, model, save_tokenizer)
         plain = save_dequantized(folder, model, save_tokenizer)
-        run_all(folder, model, plain, request.param)
+        run_all(folder, model, plain, request.param, fast)
         return folder
 
-    return lambda name: runs_of(name.partition("-")[0])
+    return lambda name: runs_of(CASES[name][0], name in FAST)
 
 
 def publish_model(folder: Path, model: str, save_tokenizer: Callable[..., Path]) -> None:
@@ -100,7 +101,7 @@ def publish_model(folder: Path, model: str, save_tokenizer: Callable[..., Path])
         torch.save(expected, folder / "int4.pt")
 
 
-def run_all(folder: Path, model: str, plain: Path, ranks: int) -> None:
+def run_all(folder: Path, model: str, plain: Path, ranks: int, fast: bool) -> None:
     """Two steps of each case, with all samples in each step, and a second run of each from the
     first step's checkpoint."""
     generator = torch.Generator().manual_seed(1)
@@ -115,10 +116,12 @@ def run_all(folder: Path, model: str, plain: Path, ranks: int) -> None:
     common += ["--max_train_step", "2", "--num_epochs", "2"]
     flags = []
     for bits, words in BITS.items():
+        if (f"{model}-lora-{bits}" in FAST) != fast:
+            continue
         run = [*common, *LORA, "--model_name", str(plain), "--quantization", *words]
         flags.append([*run, "--output_dir", f"{folder}/{model}-plain-{bits}"])
     for name, (base, settings) in CASES.items():
-        if base == model:
+        if base == model and (name in FAST) == fast:
             run = [*common, "--model_name", f"{folder}/{model}", *settings]
             again = ["--resume", f"{folder}/{name}/checkpoints/step-000001"]
             flags.append([*run, "--output_dir", f"{folder}/{name}"])
@@ -156,13 +159,10 @@ def save_dequantized(folder: Path, name: str, save_tokenizer: Callable[..., Path
     return place
 
 
-@pytest.mark.parametrize("model", marked(MODELS))
-@pytest.mark.parametrize("bits", BITS)
-def test_quantized_again_it_trains_as_the_dequantized_model(
-    launch: Launch, model: str, bits: str
-) -> None:
-    runs = launch(model)
-    assert losses(runs / f"{model}-lora-{bits}") == losses(runs / f"{model}-plain-{bits}")
+@pytest.mark.parametrize("name", marked(name for name in CASES if "bit" in name))
+def test_quantized_again_it_trains_as_the_dequantized_model(launch: Launch, name: str) -> None:
+    runs = launch(name)
+    assert losses(runs / name) == losses(runs / name.replace("lora", "plain"))
 
 
 @pytest.mark.parametrize("name", marked(name for name in CASES if "bit" not in name))
@@ -189,27 +189,27 @@ def test_a_resumed_run_has_the_same_last_loss(launch: Launch, name: str) -> None
     assert losses(runs / f"{name}-resumed")[-1] == losses(runs / name)[-1]
 
 
-@pytest.mark.parametrize("model", marked(MODELS))
-def test_the_start_says_what_was_found(launch: Launch, model: str) -> None:
-    output = " ".join((launch(model) / "output.txt").read_text().split())
-    assert f"quantized: {LINES[model]}" in output
+@pytest.mark.parametrize("name", marked(f"{model}-lora" for model in MODELS))
+def test_the_start_says_what_was_found(launch: Launch, name: str) -> None:
+    output = " ".join((launch(name) / "output.txt").read_text().split())
+    assert f"quantized: {LINES[CASES[name][0]]}" in output
 
 
-@pytest.mark.parametrize("model", marked(MODELS))
-def test_full_fine_tuning_writes_16_bits(launch: Launch, model: str) -> None:
-    runs = launch(model)
-    folder = runs / f"{model}-full" / "model"
+@pytest.mark.parametrize("name", marked(f"{model}-full" for model in MODELS))
+def test_full_fine_tuning_writes_16_bits(launch: Launch, name: str) -> None:
+    runs = launch(name)
+    folder = runs / name / "model"
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
     tensors = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    expected = dequantized(runs, model).state_dict()
+    expected = dequantized(runs, CASES[name][0]).state_dict()
     trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     assert trained.keys() == expected.keys()
-    for name, tensor in trained.items():
+    for key, tensor in trained.items():
         # two steps of AdamW with a learning rate of 1e-3, rounded to bf16
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=3e-3)
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-2, atol=3e-3)
 
 
 @pytest.mark.parametrize("name", marked(name for name in CASES if "lora" in name))
@@ -280,7 +280,9 @@ def test_a_scale_of_another_shape_is_found_before_samples_are_read(
 
 def test_a_merge_says_how_to_quantize_again(launch: Launch, tmp_path: Path) -> None:
     script = RECIPE.with_name("export.py")
-    finished = forked(script, str(launch("fp8") / "fp8-lora"), str(tmp_path / "merged"), "--merge")
+    finished = forked(
+        script, str(launch("fp8-lora") / "fp8-lora"), str(tmp_path / "merged"), "--merge"
+    )
     assert finished.exit_code == 0, finished.output
     text = " ".join(finished.output.split())
     assert "quantized: FP8 in blocks of 128 x 128. It is read in 16 bits" in text
