@@ -140,10 +140,8 @@ SMALL = "--batch_size_training 1 --batching_strategy padding"
 LORA = "--use_peft --target_modules all-linear --r 4 --lora_dropout 0 --train_vision projector"
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks"),
-    [("Qwen3-VL", 2), pytest.param("LLaVA", 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "ranks"), [("Qwen3-VL", 2), ("LLaVA", 2)])
 def test_trained_parts_resume_and_load_in_plain_classes_and_merge(
     work: Path, family: str, ranks: int
 ) -> None:
