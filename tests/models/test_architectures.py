@@ -188,17 +188,28 @@ TOWERS = re.compile("visi|visual|projector|image_embed|audio_embed")
 LENGTHS = [[24, 16], [20, 12]]  # the two samples of each rank; the windows have 16 tokens
 NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
-# The fast tests have all five ways of three (own head, tied head, experts), and two of the others;
-# one of those whose linear layers, experts or towers are as those of another: what differs,
-# attention and norms, is trained in full.
-ALL_WAYS = ("Llama 2", "Gemma 2", "Mixtral")
-LINEARS_OF_ANOTHER = ("Llama 3", "Llama 3.1", "Llama 3.2", "Mistral", "Qwen2.5", "Qwen3", "Gemma 3 text", "Phi-4",
-                      "OLMo 2", "SmolLM3", "Granite MoE, balanced", "Phi-3", "Phi-2", "GPT-NeoX", "OPT", "BLOOM",
-                      "BioGPT", "GPT-J", "Qwen3 MoE", "Phi-3.5 MoE", "Granite MoE", "ModernBERT decoder", "Mistral 3",
-                      "Qwen2.5-VL", "Llama 4", "Llama 4 text", "LFM2")  # fmt: skip
-# Slow in every way: their attention, norms and experts are those of another one, too.
-SLOW = (*NEW, "Llama 3", "Llama 3.1", "Mistral", "Qwen3 MoE", "Phi-3.5 MoE", "Granite MoE", "Phi-2", "Llama 4 text",
-        "Qwen2.5-VL")  # fmt: skip
+# The fast cases: all ways of one, both usual ways of a tied head and of experts, and one way of each
+# further kind of attention, of layers and of linear layers. The others are slow.
+FAST = {
+    *(("Llama 2", method) for method in METHODS),
+    *(("Gemma 2", method) for method in TWO_WAYS),
+    *(("Mixtral", method) for method in TWO_WAYS),
+    ("Llama 2", "LoRA, sized, DoRA"),
+    ("Phi-4", "full, padded"),
+    ("Granite MoE, balanced", "LoRA, padded"),
+    ("Qwen3", TWO_WAYS[0]),
+    ("Phi-3", TWO_WAYS[1]),
+    ("GPT-2", "LoRA"),
+    ("Falcon", TWO_WAYS[1]),
+    ("gpt-oss", TWO_WAYS[0]),
+    ("DeepSeek V3", TWO_WAYS[1]),
+    ("Nemotron-H", TWO_WAYS[0]),
+    ("Gemma 4 text", TWO_WAYS[0]),
+    ("LFM2", TWO_WAYS[0]),
+    ("Mamba", TWO_WAYS[1]),
+    ("Gemma 3", TWO_WAYS[0]),
+    ("Qwen3.5", TWO_WAYS[1]),
+}
 CASES = [
     (architecture, method)
     for architecture in (*ARCHITECTURES, *MULTIMODAL)
@@ -206,18 +217,7 @@ CASES = [
     if not (architecture in NOT_QUANTIZED and "bit" in method)
     and (architecture not in FURTHER or method in TWO_WAYS)
 ] + [*SIZED]
-
-
-def is_fast(architecture: str, method: str) -> bool:
-    if architecture in SLOW:
-        return False
-    if (
-        architecture in ALL_WAYS
-        or method in ("LoRA, padded", "full, padded")
-        or (architecture, method) == ("GPT-2", "LoRA")
-    ):
-        return True
-    return method in (TWO_WAYS[:1] if architecture in LINEARS_OF_ANOTHER else TWO_WAYS)
+assert FAST < {*CASES}
 
 
 LLAMA_4_NEEDS_IMAGES = pytest.mark.skipif(
@@ -229,7 +229,7 @@ PARAMETERS = [
         (architecture, method),
         id=f"{architecture}-{method}",
         marks=[
-            *([] if is_fast(architecture, method) else [pytest.mark.slow]),
+            *([] if (architecture, method) in FAST else [pytest.mark.slow]),
             *([LLAMA_4_NEEDS_IMAGES] if architecture == "Llama 4" else []),
         ],
     )
@@ -298,7 +298,7 @@ def launches(models: Path) -> Callable[[bool], None]:
     def launch(fast: bool) -> None:
         cases = {}
         for name, method in CASES:
-            if is_fast(name, method) == fast:
+            if ((name, method) in FAST) == fast:
                 save_random_model(name, models / "models" / name)
                 flags = SIZED.get((name, method)) or METHODS[method]
                 cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags]
@@ -315,7 +315,7 @@ def case(
     from peft import PeftModel
 
     architecture, method = request.param
-    launches(is_fast(architecture, method))
+    launches((architecture, method) in FAST)
     base = models / "models" / architecture
     result = models / "results" / architecture / method
     tokens = torch.load(models / "tokens.pt", weights_only=True)
@@ -465,7 +465,7 @@ def test_a_merged_adapter_reloads_with_the_logits_of_peft(
     from peft import PeftModel
 
     method = ADAPTERS[architecture]
-    launches(is_fast(architecture, method))
+    launches((architecture, method) in FAST)
     base = models / "models" / architecture
     adapter = models / "results" / architecture / method / "model"
     tokens = torch.load(models / "tokens.pt", weights_only=True)

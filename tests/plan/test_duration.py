@@ -55,13 +55,14 @@ def model(tmp_path: Path) -> Path:
             FULL + RECOMPUTED,
             marks=pytest.mark.slow,
         ),
-        (  # LoRA of rank 4 on q_proj: 2 forward and 2 backward for frozen weights
+        pytest.param(  # LoRA of rank 4 on q_proj: 2 forward and 2 backward for frozen weights
             True,
             "--use_peft --peft.r 4 --target_modules q_proj --activation_checkpointing full",
             FULL
             - 2 * (LAYERS * LAYER + VOCABULARY * HIDDEN)
             + RECOMPUTED
             + (6 + 2) * LAYERS * 4 * 2 * HIDDEN,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -235,6 +235,7 @@ def test_ranks_are_doubled_up_to_8(world: int, expected: list[int], shallow_mode
     assert [change["--nproc"] for change in alone if "--nproc" in change] == expected
 
 
+@pytest.mark.slow
 def test_the_choice_of_checkpointing_and_the_plan_report_the_same_size(
     finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_the_planner_runs_as_a_separate_program_without_gpu_and_process_group(
     assert said in answer and not {"RANK", "TORCHELASTIC_RUN_ID"} & set(answer.split())
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_ends_the_run_with_four_lines(
     tmp_path: Path, save_model: Callable[..., Path], rows70: Path
 ) -> None:

@@ -80,7 +80,7 @@ def test_full_fine_tuning_has_its_shard_of_weights_gradients_and_states(
     assert held(copies, "optimizer step")["sharded parameters"] == 4 * PARAMETERS
 
 
-@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("quick", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_frozen_groups_have_neither_gradients_nor_states(
     plan: Plan, tmp_path: Path, quick: bool
 ) -> None:
@@ -96,7 +96,12 @@ def test_frozen_groups_have_neither_gradients_nor_states(
 
 
 @pytest.mark.parametrize(
-    "trained", ["all", pytest.param("no text", marks=pytest.mark.slow), "projector by LoRA"]
+    "trained",
+    [
+        "all",
+        pytest.param("no text", marks=pytest.mark.slow),
+        pytest.param("projector by LoRA", marks=pytest.mark.slow),
+    ],
 )
 def test_trained_parts_for_images_have_gradients_and_states(
     plan: Plan, tmp_path: Path, trained: str
@@ -123,6 +128,7 @@ def test_trained_parts_for_images_have_gradients_and_states(
     assert step["optimizer state"] == pytest.approx(8 * weights, abs=8 * 100)
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_keeps_no_activations_and_a_trained_one_keeps_them(
     plan: Plan, tmp_path: Path
 ) -> None:
@@ -143,6 +149,7 @@ def test_a_frozen_tower_keeps_no_activations_and_a_trained_one_keeps_them(
     assert frozen < patches * hidden * 4
 
 
+@pytest.mark.slow
 def test_a_quick_plan_leaves_out_layers_of_the_text_part_only(plan: Plan, tmp_path: Path) -> None:
     model = save_image_model(tmp_path / "model", "Qwen3-VL", num_hidden_layers=6)
     asked = {"media": PlannedImages(1), "device": "cuda"}
@@ -155,7 +162,8 @@ def test_a_quick_plan_leaves_out_layers_of_the_text_part_only(plan: Plan, tmp_pa
             assert held(quick, phase)[name] == pytest.approx(expected, rel=0.01, abs=2000), name
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_an_optimizer_of_a_users_file_is_planned(plan: Plan, tmp_path: Path, ranks: int) -> None:
     model = write_llama(tmp_path / "model")
     flags = ("--enable_fsdp", "--optimizer", f"{REPOSITORY}/examples/muon.py:muon")
@@ -188,6 +196,7 @@ def test_scored_answers_are_planned_with_their_keys_and_values(
     assert cache < per_answer < cache + 8 * INNER * (LENGTH + 512) * 4
 
 
+@pytest.mark.slow
 def test_dequantized_rows_take_host_memory_also_if_only_config_json_is_known(
     plan: Plan, tmp_path: Path
 ) -> None:
@@ -212,6 +221,7 @@ def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
     assert 1.5 < activations[0] / activations[1] < 2, "what is fp32 in both does not double"
 
 
+@pytest.mark.slow
 def test_vision_towers_count_only_in_the_size_of_the_model_file(plan: Plan, tmp_path: Path) -> None:
     text = write_llama(tmp_path / "text")
     settings = json.loads((text / "config.json").read_text())
@@ -236,7 +246,8 @@ def test_vision_towers_count_only_in_the_size_of_the_model_file(plan: Plan, tmp_
         assert (of_whole.result_bytes > alone.result_bytes + 100_000) == (flags == [])
 
 
-@pytest.mark.parametrize("quick", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("quick", [False, True])
 def test_tensors_that_an_export_copies_count_in_the_final_model(
     plan: Plan, tmp_path: Path, quick: bool
 ) -> None:
@@ -254,6 +265,7 @@ def test_tensors_that_an_export_copies_count_in_the_final_model(
     assert plan(tmp_path, 1, *FLAGS, quick=quick).result_bytes == size
 
 
+@pytest.mark.slow
 def test_expert_adapters_and_the_router_loss_are_planned(plan: Plan, tmp_path: Path) -> None:
     mixtral = write_llama(tmp_path / "model", **MIXTRAL)
     lora = ("--target_parameters", "experts.gate_up_proj,experts.down_proj", "--lora_dropout", "0")
@@ -370,6 +382,7 @@ def test_weights_as_stored_take_the_bytes_of_the_checkpoint(
     assert held(planned, "load")["quantized parts"] == weights * 17 // 32 // ranks
 
 
+@pytest.mark.slow
 def test_double_quantization_takes_an_eighth_of_the_scales(plan: Plan, tmp_path: Path) -> None:
     model = write_llama(tmp_path / "model", hidden_size=1024, intermediate_size=1024)
     flags = (*FLAGS, *LORA, "--quantization", "4bit")
@@ -450,6 +463,7 @@ def test_checkpoint_copies_take_host_memory_and_no_gpu_memory(plan: Plan, tmp_pa
     assert planned.reserved_bytes == round(1.03 * planned.peak.bytes)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_only_a_save_during_training_takes_memory_for_copies(
     plan: Plan, tmp_path: Path
 ) -> None:

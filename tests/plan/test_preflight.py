@@ -95,7 +95,9 @@ def test_a_run_plans_the_images_of_its_data(batching: str, expected: PlannedImag
     assert planned_media(config, rows) == expected
 
 
-@pytest.mark.parametrize(("free_mib", "expected"), [(53, 0.1), (7, 0.755)])
+@pytest.mark.parametrize(
+    ("free_mib", "expected"), [(53, 0.1), pytest.param(7, 0.755, marks=pytest.mark.slow)]
+)
 def test_the_planned_share_of_the_free_memory_is_known_after_the_plan(
     free_mib: int,
     expected: float,

@@ -61,6 +61,7 @@ def test_an_unknown_part_is_a_user_error(tmp_path: Path) -> None:
     assert "--only speed: expected some of start, attention" in finished.output
 
 
+@pytest.mark.slow
 def test_a_failed_computation_is_recorded_and_the_others_still_run(tmp_path: Path) -> None:
     sys.path.insert(0, str(SCRIPT.parent))
     from gpu_bench import Bench  # type: ignore[import-not-found]

@@ -117,8 +117,10 @@ def metadata(installed: Path) -> Distribution:
     return Distribution.at(folder)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize(("flag", "exit_code"), [("--help", 0), ("--no_such_flag=1", 2)])
+@pytest.mark.parametrize(
+    ("verb", "flag", "exit_code"),
+    [("train", "--no_such_flag=1", 2), *((verb, "--help", 0) for verb in VERBS)],
+)
 def test_a_command_answers_without_importing_torch(
     verb: str, flag: str, exit_code: int, tmp_path: Path, installed: Path
 ) -> None:

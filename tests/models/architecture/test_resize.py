@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "lora, 4bit": ("wide", [*LORA, "--quantization", "4bit", *SCATTER]),
     "from an adapter": ("untied", ["--use_peft", *TINY_UNITS, *SCATTER]),
 }
+FAST = ("full, tied", "lora, tied", "lora, 4bit")
 
 
 @pytest.fixture(scope="module")
@@ -126,22 +127,35 @@ def mean_loss(model: Any, samples: Path, train: int = 0) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Fast case -> its run."""
+    return launch(bases, tmp_path_factory.mktemp("runs"), is_fast=True)
+
+
+@pytest.fixture(scope="module")
+def further(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Slow case -> its run."""
+    return launch(bases, tmp_path_factory.mktemp("runs"), is_fast=False)
+
+
+def launch(bases: Path, folder: Path, is_fast: bool) -> dict[str, Path]:
     """Case -> its run on two ranks, all of one launch."""
     text = f"--resize_embeddings --tokenizer_name {bases}/tokens --enable_fsdp"
     text += f" --dataset {bases}/samples.jsonl --validation {bases}/samples.jsonl"
     text += f" --num_epochs {STEPS} --batch_size_training {GLOBAL_BATCH // 2} --precision fp32"
     text += f" --batching_strategy padding --lr {LEARNING_RATE} --lr_scheduler constant"
     text += " --save_steps 2 --save_every_epoch false"
-    folder = tmp_path_factory.mktemp("runs")
     flags = {}
     for case, (base, own) in CASES.items():
+        if (case in FAST) != is_fast:
+            continue
         flags[case] = [*text.split(), "--model_name", f"{bases}/{base}", *own]
         if "--min_num_params" not in own:
             flags[case] += ["--min_num_params", "1000"]
         if case.startswith("from an adapter"):
             flags[case] += ["--from_peft_checkpoint", f"{bases}/{base}-adapter"]
-    checkpoint = f"{folder}/lora, tied/checkpoints/step-000002"
-    flags["resumed"] = [*flags["lora, tied"], "--resume", checkpoint]
+    if is_fast:
+        checkpoint = f"{folder}/lora, tied/checkpoints/step-000002"
+        flags["resumed"] = [*flags["lora, tied"], "--resume", checkpoint]
     found = {case: folder / case for case in flags}
     run_cases(
         folder, [[*own, "--output_dir", str(found[case])] for case, own in flags.items()], ranks=2
@@ -179,7 +193,7 @@ def base_of(case: str, bases: Path, new: str = "mean") -> Any:
     return model
 
 
-def test_losses_equal_those_of_a_plain_resized_model(runs: dict[str, Path], bases: Path) -> None:
+def check_losses(runs: dict[str, Path], bases: Path) -> None:
     from peft import PeftModel
 
     for case, run in runs.items():
@@ -197,9 +211,7 @@ def test_losses_equal_those_of_a_plain_resized_model(runs: dict[str, Path], base
         assert len(found) == STEPS and found[-1] < 0.95 * found[0], case
 
 
-def test_the_result_loads_into_plain_transformers_and_peft_with_the_trained_loss(
-    runs: dict[str, Path], bases: Path
-) -> None:
+def check_results(runs: dict[str, Path], bases: Path) -> None:
     for case, run in runs.items():
         if case != "resumed":
             held_out = metrics(run)[-1]["eval/loss"]
@@ -207,13 +219,12 @@ def test_the_result_loads_into_plain_transformers_and_peft_with_the_trained_loss
             assert loss == pytest.approx(held_out, rel=1e-5), case
 
 
-def test_lora_trains_only_the_new_rows_of_the_embeddings(
-    runs: dict[str, Path], bases: Path
-) -> None:
-    for case, (_, flags) in CASES.items():
-        if "--use_peft" not in flags:
+def check_new_rows(runs: dict[str, Path], bases: Path) -> None:
+    """Of the embeddings, LoRA trains only the new rows."""
+    for case, run in runs.items():
+        if case == "resumed" or "--use_peft" not in CASES[case][1]:
             continue
-        held = stored(runs[case] / "model")
+        held = stored(run / "model")
         new_rows = {
             name: tensor for name, tensor in held.items() if "trainable_tokens_delta" in name
         }
@@ -229,21 +240,54 @@ def test_lora_trains_only_the_new_rows_of_the_embeddings(
         assert others == (["base_model.model.lm_head.weight"] if "in full" in case else []), case
 
 
-def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[str, Path]) -> None:
-    for one, other in (("lora", "lora, scattered"), ("lora, tied", "resumed")):
-        mine = stored(runs[one] / "model")
-        theirs = stored(runs[other] / "model")
-        assert mine.keys() == theirs.keys(), other
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine), other
-        assert losses(runs[one]) == losses(runs[other])
+def check_same_bits(one: Path, other: Path) -> None:
+    mine = stored(one / "model")
+    theirs = stored(other / "model")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert losses(one) == losses(other)
+
+
+def test_losses_equal_those_of_a_plain_resized_model(runs: dict[str, Path], bases: Path) -> None:
+    check_losses(runs, bases)
+
+
+def test_the_result_loads_into_plain_transformers_and_peft_with_the_trained_loss(
+    runs: dict[str, Path], bases: Path
+) -> None:
+    check_results(runs, bases)
+
+
+def test_lora_trains_only_the_new_rows_of_the_embeddings(
+    runs: dict[str, Path], bases: Path
+) -> None:
+    check_new_rows(runs, bases)
+
+
+def test_a_resumed_run_gives_the_same_bits(runs: dict[str, Path]) -> None:
+    check_same_bits(runs["lora, tied"], runs["resumed"])
+
+
+@pytest.mark.slow
+def test_further_cases_train_as_plain_resized_models(further: dict[str, Path], bases: Path) -> None:
+    check_losses(further, bases)
+    check_results(further, bases)
+    check_new_rows(further, bases)
+    check_same_bits(further["lora"], further["lora, scattered"])
 
 
 @pytest.mark.parametrize(
-    "case", ["full, tied", "lora", "lora, tied", "lora, spare embeddings", "lora, 4bit"]
+    "case",
+    [
+        *FAST,
+        pytest.param("lora", marks=pytest.mark.slow),
+        pytest.param("lora, spare embeddings", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_exports_to_the_same_result_and_merges_as_peft_does(
-    case: str, runs: dict[str, Path], bases: Path, tmp_path: Path
+    case: str, request: pytest.FixtureRequest, bases: Path, tmp_path: Path
 ) -> None:
+    runs = request.getfixturevalue("runs" if case in FAST else "further")
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

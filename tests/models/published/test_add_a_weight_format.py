@@ -45,6 +45,11 @@ def quantize(model: Path, folder: Path) -> dict[str, torch.Tensor]:
     return dequantized
 
 
+def test_a_format_is_a_file_and_a_line(copy: EditedCopy) -> None:
+    assert copy.touched() == [f"{FOLDER}/formats.py", f"{FOLDER}/int8_rows.py"]
+
+
+@pytest.mark.slow
 def test_a_run_trains_a_checkpoint_of_a_format_that_is_a_file_and_a_line(
     copy: EditedCopy, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -61,4 +66,3 @@ def test_a_run_trains_a_checkpoint_of_a_format_that_is_a_file_and_a_line(
     assert len(dequantized) > 7
     for name, tensor in dequantized.items():
         assert torch.equal(written[name], tensor), name
-    assert copy.touched() == [f"{FOLDER}/formats.py", f"{FOLDER}/int8_rows.py"]

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "double": ("odd", {**BF16_LORA, "quantization": {"mode": "4bit", "double_quant": True}}),
     **{f"stored-{name}": (f"stored-{name}", BF16_LORA) for name in STORED},
 }
-WORLD_SIZES = [1, pytest.param(2, marks=pytest.mark.slow), 4]
+WORLD_SIZES = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 Held = dict[str, torch.Tensor]
 
 

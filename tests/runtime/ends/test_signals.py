@@ -184,6 +184,7 @@ def test_a_second_ctrl_c_ends_all_ranks_without_waiting_for_the_save(
     assert running.status["state"] == "stopped" and running.status["exit_code"] == 130
 
 
+@pytest.mark.slow
 def test_stop_after_ends_torchrun_with_exit_code_0_and_no_restart(tmp_path: Path) -> None:
     started = time.time()
     with torchrun(tmp_path, "", "6s", flags=("--max_restarts", "3")) as running:

@@ -1,5 +1,6 @@
 """An objective is added to a copy of the tree, by changing as few files as the pages say."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,20 +60,36 @@ def copy(tmp_path: Path) -> EditedCopy:
     return EditedCopy(tmp_path)
 
 
-def test_the_pair_loss_of_the_page_changes_two_files(copy: EditedCopy) -> None:
+def add_pair_loss(copy: EditedCopy) -> None:
     [diff] = [block for block in Page(PAGES / "add-a-loss.md").blocks("diff") if "hinge" in block]
     copy.apply(diff)
-    copy.run("-c", LOAD + HINGE, "hinge", "simpo_gamma")
-    assert len(copy.touched()) == 2
 
 
-def test_the_objective_of_the_page_with_a_pass_over_another_model_changes_two_files(
-    copy: EditedCopy,
-) -> None:
+def add_objective(copy: EditedCopy) -> None:
     page = Page(PAGES / "add-an-objective.md")
     [diff] = page.blocks("diff")
     [file] = page.blocks("python")
     copy.apply(diff)
     copy.write("src/llama_ft/training/objectives/scored.py", file)
-    copy.run("-c", LOAD + WITH_PASS, "scored", "beta")
+
+
+@pytest.mark.parametrize("add", [add_pair_loss, add_objective])
+def test_an_objective_of_the_pages_changes_two_files(
+    add: Callable[[EditedCopy], None], copy: EditedCopy
+) -> None:
+    add(copy)
     assert len(copy.touched()) == 2
+
+
+@pytest.mark.slow
+def test_the_pair_loss_of_the_page_has_the_loss_of_its_formula(copy: EditedCopy) -> None:
+    add_pair_loss(copy)
+    copy.run("-c", LOAD + HINGE, "hinge", "simpo_gamma")
+
+
+@pytest.mark.slow
+def test_the_objective_of_the_page_loads_with_its_pass_over_another_model(
+    copy: EditedCopy,
+) -> None:
+    add_objective(copy)
+    copy.run("-c", LOAD + WITH_PASS, "scored", "beta")

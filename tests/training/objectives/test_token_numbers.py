@@ -109,6 +109,7 @@ assert 0 <= summed.logged["token_accuracy"] <= summed.logged["count/token_accura
 """
 
 
+@pytest.mark.slow
 def test_the_token_accuracy_is_added_by_changing_at_most_two_files(tmp_path: Path) -> None:
     edited = EditedCopy(tmp_path)
     added = 'return {"token_accuracy": (logits.argmax(-1) == targets).float()}'
