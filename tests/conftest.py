@@ -249,25 +249,19 @@ def save_tokenizer() -> Callable[..., Path]:
 def save_model(save_tokenizer: Callable[..., Path]) -> Callable[..., Path]:
     """Save a tiny random Llama with a tokenizer, several safetensors files and grouped-query
     attention."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tiny_llama import tiny_llama
 
     def save(
         folder: Path, tied: bool = False, pad: bool = True, seed: int = 0, **settings: Any
     ) -> Path:
-        torch.manual_seed(seed)
         shape = {
-            "hidden_size": 32,
             "intermediate_size": 66,  # rows that do not divide evenly over 4 ranks
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "vocab_size": 301,
             "max_position_embeddings": 256,
             "tie_word_embeddings": tied,
             "initializer_range": 0.1,
         }
-        model = LlamaForCausalLM(LlamaConfig(**{**shape, **settings}))
+        model = tiny_llama(seed, **{**shape, **settings})
         model.save_pretrained(folder, max_shard_size="60KB")
         return save_tokenizer(folder, pad=pad)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from profiled import peak_bytes
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
 
 from llama_ft.config import TrainConfig
 from llama_ft.cpu import block_attention as blocks
@@ -124,11 +124,8 @@ def test_gradients_are_those_of_each_sample_alone(
 
 def trained(how: str) -> list[torch.Tensor]:
     """Gradients of a packed Llama in bf16."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 50}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**shape, **heads, num_hidden_layers=2, attn_implementation="sdpa")
-    model = LlamaForCausalLM(config).bfloat16().train()
+    model = tiny_llama(hidden_size=64, intermediate_size=96, attn_implementation="sdpa")
+    model = model.bfloat16().train()
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
     checkpoint_activations(built, TrainConfig(activation_checkpointing=how))

@@ -60,15 +60,9 @@ def _break_data(folder: Path) -> None:
 def _break_adapters(folder: Path) -> None:
     """An adapter of a model of another size."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tiny_llama import tiny_llama
 
-    shape = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=301, **shape))
+    model = tiny_llama(hidden_size=16, vocab_size=301)
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     get_peft_model(model, lora).save_pretrained(
         folder / "other_adapter", save_embedding_layers=False

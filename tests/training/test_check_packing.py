@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from datasets import Dataset
+from tiny_llama import tiny_llama
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AttentionInterface,
@@ -51,9 +52,8 @@ AttentionMaskInterface.register("deaf", lambda **_: None)
 
 def make(attention: str, dtype: torch.dtype, runtime: Ranks) -> BuiltModel:
     """As the recipe makes one: its attention packed, sharded, in training mode."""
-    torch.manual_seed(0)
     # initial weights: hardest to tell apart
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=101, **SHAPE))
+    model = tiny_llama(**SHAPE, num_key_value_heads=SHAPE["num_attention_heads"])
     model.config._attn_implementation = attention
     built = packed(model)
     model.to(dtype)

@@ -235,7 +235,8 @@ import torch
 from checkpoint_by_hand import save_checkpoint
 from forked import REPOSITORY
 from peft import LoraConfig, get_peft_model
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
+from transformers import AutoTokenizer
 from llama_ft.export import Exporter, find_valid
 from llama_ft.config import Config, ModelConfig
 
@@ -245,8 +246,7 @@ from finetuning import build_model
 folder, tokenizer = Path(sys.argv[1]), sys.argv[2:]
 if tokenizer:
     for name, width in (("small", 64), ("large", 1024)):
-        shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape))
+        model = tiny_llama(hidden_size=width, intermediate_size=4 * width, num_key_value_heads=4, vocab_size=512)
         model.save_pretrained(folder / name)
         AutoTokenizer.from_pretrained(tokenizer[0]).save_pretrained(folder / name)
         settings = ModelConfig(model_name=str(folder / name))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_llama import tiny_llama
 from torch.nn.functional import logsigmoid
 from training.objectives.test_preferences import FILLER, batch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import AutoConfig, LlamaConfig, LlamaForSequenceClassification
 
 from llama_ft.config import Config, ModelConfig, PreferenceConfig, QuantizationConfig
 from llama_ft.data import Batch
@@ -106,10 +107,8 @@ def head(folder: Path, skeleton: BuiltModel, seed: int) -> torch.Tensor:
 def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
     model: Any, tmp_path: Path
 ) -> None:
-    torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.3)).to(
-        torch.bfloat16
-    ).save_pretrained(tmp_path / "lm")
+    language_model = tiny_llama(seed=1, **SHAPE, initializer_range=0.3)
+    language_model.to(torch.bfloat16).save_pretrained(tmp_path / "lm")
     skeleton = scored(tmp_path / "lm")
     first, again, other = (head(tmp_path / "lm", skeleton, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
