@@ -13,6 +13,13 @@ SCRIPTS = ("finetuning", "evaluate", "export", "inference", "plan")
 MODULES = (
     "accelerate.utils.fsdp_utils",
     "transformers.models.llama.modeling_llama",
+    # what most runs import at their end, or with an adapter
+    "llama_ft.extensions.report.part",
+    "llama_ft.extensions.report.write",
+    "llama_ft.extensions.serving.part",
+    "llama_ft.extensions.serving.probes.part",
+    "llama_ft.training.objectives.preferences",
+    "peft.tuners.lora.bnb",
 )
 
 
