@@ -45,8 +45,7 @@ def place(
     common += ["--context_length", "96", "--batch_size_training", "2"]
     lora = "--use_peft --target_modules all-linear --quantization 4bit --quant_type fp4".split()
     grown = ["--chat_template", "chatml", "--resize_embeddings", "--output_dir", f"{folder}/grown"]
-    tasks = ["--eval_tasks", f"{folder}/choose.yaml,{folder}/say.yaml"]
-    flags = [[*base, *common, *tasks, "--output_dir", f"{folder}/full"]]
+    flags = [[*base, *common, "--output_dir", f"{folder}/full"]]
     flags += [[*base, *common, *lora, "--output_dir", f"{folder}/lora"], [*base, *common, *grown]]
     # a base without a tokenizer, and a chat template that is another than that of the others
     shutil.copytree(
@@ -165,13 +164,30 @@ def alone(place: Path) -> dict[str, Results]:
 @pytest.fixture(scope="module")
 def together(place: Path) -> dict[str, Results]:
     """Cases on two ranks: sharing one model, and each with a whole one."""
+    cases = {
+        "sharded": [f"{place}/full", "--base", "--enable_fsdp"],
+        "checkpoint": [f"{place}/full/checkpoints/step-000001", "--enable_fsdp"],
+    }
+    return evaluated(place / "together", cases, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def tasks_together(place: Path) -> dict[str, Results]:
+    """Tasks on two ranks, each of which imports lm-evaluation-harness, and at the end of a run."""
+    words = (place / "full" / "config.yaml", place / "tasked")
+    run_cases(
+        place, [["--config", str(words[0]), *run_tasks(place), "--output_dir", str(words[1])]]
+    )
     base = [f"{place}/base", "--precision", "fp32", *tasks_of(place)]
     cases = {
         "sharded": [f"{place}/full", "--base", "--enable_fsdp", *tasks_of(place)],
-        "checkpoint": [f"{place}/full/checkpoints/step-000001", "--enable_fsdp"],
         "few": [*base, "--limit", "1"],
     }
-    return evaluated(place / "together", cases, ranks=2)
+    return evaluated(place / "tasks-together", cases, ranks=2)
+
+
+def run_tasks(folder: Path) -> list[str]:
+    return ["--eval_tasks", f"{folder}/choose.yaml,{folder}/say.yaml"]
 
 
 def own(run: Path) -> list[float]:
@@ -224,9 +240,8 @@ def test_the_loss_of_a_model_directory_equals_that_of_plain_transformers(
         assert found["loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_tasks_have_the_values_of_lm_evaluation_harness(
-    place: Path, alone: dict[str, Results], together: dict[str, Results]
-) -> None:
+def check_tasks(place: Path, ours: Results, limit: int | None) -> dict[tuple[str, str], float]:
+    """Compare the base model's tasks with those of lm-evaluation-harness. Return the values."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -237,59 +252,69 @@ def test_tasks_have_the_values_of_lm_evaluation_harness(
         "batch_size": 1,
     }
     files: list[Any] = [f"{place}/{name}.yaml" for name in ("choose", "say", "read")]
-    manager = TaskManager(include_defaults=False)
-    settings: dict[str, Any] = {
-        "model": "hf",
-        "model_args": arguments,
-        "tasks": files,
-        "log_samples": False,
-    }
-    for ours, limit in (alone["tasks"], None), (together["few"], 1):
-        theirs = simple_evaluate(**settings, task_manager=manager, limit=limit)
-        assert theirs is not None
-        numbers = {
-            (task, name): values["value"]
-            for task, found in ours[f"{place}/base"]["tasks"].items()
-            for name, values in found.items()
-        }
-        assert numbers == pytest.approx(
-            {key: theirs["results"][key[0]][f"{key[1]},none"] for key in numbers}, rel=1e-5
-        )
-        assert len(numbers) == 4
-        if limit is None:
-            assert numbers["say", "exact_match"] == 0.5  # as the rows were made
-            error = ours[f"{place}/base"]["tasks"]["choose"]["acc"]["stderr"]
-            assert error == pytest.approx(theirs["results"]["choose"]["acc_stderr,none"])
+    theirs = simple_evaluate(
+        model="hf",
+        model_args=arguments,
+        tasks=files,
+        log_samples=False,
+        task_manager=TaskManager(include_defaults=False),
+        limit=limit,
+    )
+    assert theirs is not None
+    found = ours[f"{place}/base"]["tasks"]
+    numbers = {(task, name): found[task][name]["value"] for task in found for name in found[task]}
+    expected = {key: theirs["results"][key[0]][f"{key[1]},none"] for key in numbers}
+    assert numbers == pytest.approx(expected, rel=1e-5)
+    assert len(numbers) == 4
+    if limit is None:
+        error = found["choose"]["acc"]["stderr"]
+        assert error == pytest.approx(theirs["results"]["choose"]["acc_stderr,none"])
+    return numbers
 
 
+def test_tasks_have_the_values_of_lm_evaluation_harness(
+    place: Path, alone: dict[str, Results]
+) -> None:
+    numbers = check_tasks(place, alone["tasks"], None)
+    assert numbers["say", "exact_match"] == 0.5  # as the rows were made
+
+
+@pytest.mark.slow
+def test_a_limit_and_two_ranks_have_the_values_of_lm_evaluation_harness(
+    place: Path, alone: dict[str, Results], tasks_together: dict[str, Results]
+) -> None:
+    check_tasks(place, tasks_together["few"], 1)
+    base = alone["tasks"][f"{place}/base"]["tasks"]
+    found = tasks_together["sharded"][f"base: {place}/base"]["tasks"]
+    assert found.keys() == base.keys()
+    for task, values in base.items():
+        for name, value in values.items():
+            assert found[task][name]["value"] == pytest.approx(value["value"], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_tasks_at_the_end_of_a_run_have_the_results_of_evaluate(
-    place: Path, together: dict[str, Results]
+    place: Path, tasks_together: dict[str, Results]
 ) -> None:
     """Trained with packing, in one process; evaluated from its files, on two ranks."""
-    [found] = json.loads((place / "full" / "tasks.json").read_text())["models"]
-    expected = together["sharded"][f"{place}/full"]["tasks"]
+    [found] = json.loads((place / "tasked" / "tasks.json").read_text())["models"]
+    expected = tasks_together["sharded"][f"{place}/full"]["tasks"]
     assert found["tasks"].keys() == {"choose", "say"}
     for task, metrics in found["tasks"].items():
         for name, metric in metrics.items():
             assert metric["value"] == pytest.approx(expected[task][name]["value"], rel=1e-5)
 
 
-def test_two_ranks_have_the_results_of_one_process(
-    place: Path, alone: dict[str, Results], together: dict[str, Results]
+def test_two_ranks_have_the_losses_of_one_process(
+    place: Path, together: dict[str, Results]
 ) -> None:
     sharded = together["sharded"]
-    base = alone["tasks"][f"{place}/base"]["tasks"]
     for name in (f"{place}/full", f"base: {place}/base"):
         after = own(place / "full")[2 if name.endswith("full") else 0]
         assert sharded[name]["held_out"]["loss"] == pytest.approx(after, rel=1e-6)
         assert "sharded across 2 ranks" in sharded[name]["about"]
     [checkpoint] = together["checkpoint"].values()
     assert checkpoint["held_out"]["loss"] == pytest.approx(own(place / "full")[1], rel=1e-6)
-    found = sharded[f"base: {place}/base"]["tasks"]
-    assert found.keys() == base.keys()
-    for task, values in base.items():
-        for name, value in values.items():
-            assert found[task][name]["value"] == pytest.approx(value["value"], rel=1e-5)
 
 
 def test_the_task_in_configs_loads_without_a_network(place: Path) -> None:

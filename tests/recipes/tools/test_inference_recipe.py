@@ -16,6 +16,7 @@ from conftest import QUESTIONS, REPOSITORY, run_cases, write_jsonl
 from forked import ENVIRONMENT, Finished, forked
 
 INFERENCE = REPOSITORY / "recipes" / "inference.py"
+PIPED = Path(__file__).with_name("piped_job.py")
 LONGEST = 24
 PROMPTS = [f"{QUESTIONS[n % 4]}{' really' * (n % 5)}, number {n}?" for n in range(11)]
 
@@ -189,9 +190,20 @@ def command(*flags: str | Path) -> list[str]:
     ]
 
 
-def test_a_prompt_is_read_from_a_pipe_and_only_the_answer_goes_to_stdout(
-    runs: Path, full_answers: list[str]
+def test_a_prompt_is_read_from_stdin_and_only_the_answer_goes_to_stdout(
+    runs: Path, full_answers: list[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "stdin").write_text(f"{PROMPTS[0]}\n")
+    words = [tmp_path / "stdin", tmp_path / "stdout", INFERENCE, runs / "full"]
+    settings = ["--max_new_tokens", str(LONGEST), "--device", "cpu", "--precision", "fp32"]
+    finished = forked(PIPED, *words, *settings)
+    assert finished.exit_code == 0, finished.output
+    assert (tmp_path / "stdout").read_text() == f"{full_answers[0]}\n"
+    assert f"{runs}/full/model, fp32, cpu" in finished.output
+
+
+@pytest.mark.slow
+def test_encodings_of_a_pipe_do_not_matter(runs: Path, full_answers: list[str]) -> None:
     assert not full_answers[0].isascii()
     finished = subprocess.run(
         command(runs / "full", "--max_new_tokens", str(LONGEST)),
