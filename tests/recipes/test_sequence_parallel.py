@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import losses, recipe, run_cases, series
+from conftest import RECIPE, losses, run_cases, series
+from forked import forked
 from plain_losses import write_tokenized
 
 STEPS = 4
@@ -72,7 +73,7 @@ def test_a_run_continues_on_ranks_that_share_no_sequences(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_shared_is_one_message(flags: str, expected: str) -> None:
-    finished = recipe("--sequence_parallel_size", "2", *flags.split())
+    finished = forked(RECIPE, "--sequence_parallel_size", "2", *flags.split())
     assert finished.exit_code == 2
     assert expected in finished.output
     assert "--sequence_parallel_size" in finished.output

@@ -52,7 +52,9 @@ def test_a_run_imports_no_package_that_it_does_not_need(
         "--output_dir",
         str(tmp_path / "run"),
     ]
-    flags += "--use_peft --quantization 8bit --context_length 128 --max_train_step 1".split()
+    flags += (
+        "--use_peft --quantization 8bit --context_length 128 --max_train_step 1 --no_plan".split()
+    )
     finished = run([sys.executable, "-c", AND_LIST_MODULES, str(RECIPE), *flags])
     assert finished.exit_code == 0, finished.output
     imported = set(finished.output.rpartition("modules:")[2].split())

@@ -317,6 +317,7 @@ def test_two_ranks_have_the_losses_of_one_process(
     assert checkpoint["held_out"]["loss"] == pytest.approx(own(place / "full")[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_task_in_configs_loads_without_a_network(place: Path) -> None:
     from datasets import Dataset
     from lm_eval.tasks import TaskManager

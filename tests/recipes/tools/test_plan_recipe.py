@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from forked import REPOSITORY, forked
 from model_shapes import write_llama
 
@@ -10,10 +11,14 @@ PLAN = REPOSITORY / "recipes" / "plan.py"
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 
 
+def plan_flags(folder: Path) -> list[str | Path]:
+    model = write_llama(folder, vocab_size=500, intermediate_size=128, num_hidden_layers=2)
+    return ["--model_name", model, "--enable_fsdp", "--nproc", "64", "--fit"]
+
+
 def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
     """And the exit code says whether it fits: 0 as it is, 3 with changes, 4 not."""
-    model = write_llama(tmp_path, vocab_size=500, intermediate_size=128, num_hidden_layers=2)
-    flags = ["--model_name", model, "--enable_fsdp", "--nproc", "64", "--fit"]
+    flags = plan_flags(tmp_path)
     finished = forked(PLAN, *flags, "h100", "--price", "2")
     assert finished.exit_code == 0, finished.output
     for said in (
@@ -25,12 +30,6 @@ def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
         "for 1 million tokens. Cost of these: ",
     ):
         assert said in finished.output
-    lean = (
-        "--use_peft --quantization 4bit --activation_checkpointing full --batch_size_training 1"
-    ).split()
-    finished = forked(PLAN, *flags, "1MB", *lean, "--enable_fsdp", "False")
-    assert finished.exit_code == 4, finished.output
-    assert "warning: each of the 64 ranks will hold the whole model" in finished.output
     finished = forked(PLAN, *flags, "8MB", "--device", "cpu", "--json")
     assert finished.exit_code == 3, finished.output
     assert "activation_checkpointing auto" not in finished.output  # it is off on the CPU
@@ -42,12 +41,22 @@ def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
     assert [peak["phase"] for peak in plan["peaks"]] == phases
 
 
-def test_a_run_plans_its_memory_and_saves_the_plan(tmp_path: Path) -> None:
-    flags = (
-        "--max_train_step 1 --warmup_steps 0 --run_validation False --save_model False"
+@pytest.mark.slow
+def test_a_plan_that_no_change_makes_fit_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    lean = (
+        "--use_peft --quantization 4bit --activation_checkpointing full --batch_size_training 1"
     ).split()
-    flags += ["--device", "cpu"]
-    finished = forked(RECIPE, "--enable_fsdp", *flags, "--output_dir", tmp_path / "run", ranks=2)
+    finished = forked(PLAN, *plan_flags(tmp_path), "1MB", *lean, "--enable_fsdp", "False")
+    assert finished.exit_code == 4, finished.output
+    assert "warning: each of the 64 ranks will hold the whole model" in finished.output
+
+
+def test_a_run_plans_its_memory_and_saves_the_plan(
+    tiny_model: Path, rows16: Path, tmp_path: Path
+) -> None:
+    flags = f"--model_name {tiny_model} --dataset {rows16} --device cpu --max_train_step 1".split()
+    flags += ["--enable_fsdp", "--save_model", "False", "--output_dir", str(tmp_path / "run")]
+    finished = forked(RECIPE, *flags, ranks=2)
     assert finished.exit_code == 0, finished.output
     assert finished.output.count("Planned peak: ") == 1
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
