@@ -11,6 +11,9 @@ QUICKSTART := recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
 MACHINE_AND_MODEL := import torch; from llama_ft.data.smollm2 import quickstart_model; \
   print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2), *quickstart_model(), sep="\n")
 
+# Processes of `make test`.
+WORKERS ?= 2
+
 # Of the comparison with TRL. dpo begins with the result of lora.
 METHODS ?= lora,full,dpo
 COMPARISON ?= output/comparison
@@ -35,10 +38,10 @@ quickstart: $(VENV)/.installed $(VENV)/.smollm2
 	line 4; echo "$$@"; \
 	exec "$$@"
 
-# Two workers, a file to each: tests mostly wait for ranks that wait for each other. The slow ones have time limits and need
+# A file to each worker: tests mostly wait for ranks that wait for each other. The slow ones have time limits and need
 # the whole machine.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-all: test $(VENV)/.smollm2
 	$(BIN)/python -m pytest -m slow

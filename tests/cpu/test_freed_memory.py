@@ -74,6 +74,7 @@ print(anonymous() - before - 30 * 8)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 def test_returned_memory_leaves_no_holes_between_tensors_that_stay(tmp_path: Path) -> None:
     """30 tensors of 8 MiB stay. Temporary ones of 4 to 6 MiB, one at a time, are 147 MiB together."""

@@ -218,6 +218,7 @@ assert all(map(torch.equal, logits(), before))
 """
 
 
+@pytest.mark.slow
 def test_an_import_leaves_transformers_alone_and_a_plain_model_computes_as_before() -> None:
     finished = python(IMPORTED)
     assert finished.returncode == 0, finished.stderr
