@@ -150,7 +150,8 @@ def test_only_the_rank_of_qlora_among_the_suggestions_depends_on_the_gpu(
     )
 
 
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quick", [True, False])
 def test_changes_that_keep_the_training_add_up_until_it_fits(
     finetuning: ModuleType, shallow_model: Path, quick: bool
 ) -> None:

@@ -423,6 +423,7 @@ def test_8bit_adam_takes_fp32_copies_of_a_weight_on_the_cpu(plan: Plan, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_unsharded_accumulation_holds_the_gradients_of_the_whole_model(
     plan: Plan, tmp_path: Path
 ) -> None:
@@ -479,6 +480,7 @@ def test_on_a_cpu_only_a_save_during_training_takes_memory_for_copies(
         assert saving.host_save_bytes == during.host_save_bytes
 
 
+@pytest.mark.slow
 def test_a_quick_plan_agrees_with_a_full_one(plan: Plan, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", num_hidden_layers=6)
     flags = (
@@ -497,6 +499,7 @@ def test_a_quick_plan_agrees_with_a_full_one(plan: Plan, tmp_path: Path) -> None
     assert quick.checkpoint_bytes == full.checkpoint_bytes
 
 
+@pytest.mark.slow
 def test_planning_an_8b_model_allocates_no_weights(plan: Plan, tmp_path: Path) -> None:
     """8 B parameters on 1 rank: as numbers they would take 128 GB."""
     folder = write_llama(

@@ -153,6 +153,7 @@ def test_more_graphs_than_kinds_of_layers_explain_are_reported_once(
     torch.compiler.config.dynamic_sources = ""
 
 
+@pytest.mark.slow
 def test_switching_the_adapter_off_and_on_compiles_one_more_graph(varlen_on_the_cpu: None) -> None:
     """The reference of DPO is the model with its adapter off."""
     torch._dynamo.reset()
