@@ -37,6 +37,7 @@ def rows(model: Path, finetuning: ModuleType) -> list[Longest]:
     return find_longest(request, finetuning.RECIPE, [GPU], lambda text: None)
 
 
+@pytest.mark.slow
 def test_each_method_allows_longer_sequences_than_the_one_before(rows: list[Longest]) -> None:
     flags = [" ".join(row.flags) for row in rows]
     assert flags == [
@@ -55,6 +56,7 @@ def test_each_method_allows_longer_sequences_than_the_one_before(rows: list[Long
     assert rows[2].host_bytes > rows[1].host_bytes
 
 
+@pytest.mark.slow
 def test_the_length_fits_and_a_little_more_does_not(
     rows: list[Longest], model: Path, finetuning: ModuleType
 ) -> None:
