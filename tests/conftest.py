@@ -34,29 +34,36 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 CASES = REPOSITORY / "tests" / "run_cases.py"
-# The files that take the longest, 20 s of a core and more, in this order: a worker that begins one
+# The files that take the longest, 10 s of a core and more, in this order: a worker that begins one
 # last leaves the other without work. `make test` keeps the order (--no-loadscope-reorder).
 LONGEST_FIRST = (
-    "recipes/test_parity",
-    "models/test_architectures",
     "plan/test_predict",
-    "recipes/checkpoints/test_object_storage",
-    "recipes/checkpoints/test_resume",
     "recipes/test_runs",
-    "repository/test_configs",
+    "models/test_architectures",
+    "recipes/checkpoints/test_object_storage",
+    "recipes/test_parity",
+    "recipes/checkpoints/test_resume",
+    "extensions/scores/test_scoring",
+    "training/test_replicas",
+    "recipes/tools/test_evaluate_recipe",
+    "recipes/images/test_images",
     "recipes/objectives/test_preference_runs",
     "plan/test_fit",
-    "plan/test_oom_report",
-    "recipes/images/test_images",
-    "training/test_scoring",
     "models/architecture/test_resize",
-    "models/weights/test_load_weights",
-    "recipes/tools/test_inference_recipe",
-    "recipes/ends/test_stop",
-    "models/adapters/test_lora_experts",
-    "recipes/tools/test_evaluate_recipe",
-    "repository/test_packaging",
     "data/tokenize/test_tokenize_files",
+    "data/batches/test_stream",
+    "repository/test_packaging",
+    "repository/test_configs",
+    "recipes/tools/test_inference_recipe",
+    "recipes/tools/test_plan_recipe",
+    "recipes/test_start",
+    "recipes/objectives/test_distill_runs",
+    "recipes/ends/test_stop",
+    "recipes/tools/test_export_recipe",
+    "recipes/images/test_image_pairs",
+    "recipes/images/test_image_answers",
+    "recipes/published/test_as_stored_runs",
+    "recipes/test_sequence_parallel",
 )
 QUESTIONS = [
     "What is a shard",
@@ -164,6 +171,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first."""
     places = {f"{file}.py": place for place, file in enumerate(LONGEST_FIRST)}
     tests = REPOSITORY / "tests"
+    assert all((tests / file).exists() for file in places)
 
     def place_of(item: pytest.Item) -> int:
         file = item.path.relative_to(tests) if item.path.is_relative_to(tests) else item.path
