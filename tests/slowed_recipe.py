@@ -47,8 +47,8 @@ def slowly(run: TrainingRun, step: Any, waited_seconds: float) -> None:
         waited_seconds += delay
     begin_step(run, step, waited_seconds)
     if late == "computing":
-        end = time.thread_time() + delay  # its own work is counted so, on busy cores, too
-        while time.thread_time() < end:
+        end = time.perf_counter() + delay
+        while time.perf_counter() < end:
             pass
 
 
