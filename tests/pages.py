@@ -87,7 +87,10 @@ class Command:
             if name in SCRIPTS:
                 rest = self.words[number + 1 :]
                 ends = [n for n, other in enumerate(rest) if not other.strip("();<>|&")]
-                return name, rest[: ends[0]] if ends else rest
+                rest = rest[: ends[0]] if ends else rest
+                if self.words[number - 1] == "llama-ft" and rest[:1] == ["--nproc"]:
+                    rest = rest[2:]  # which the launcher takes
+                return name, rest
         return None
 
 
