@@ -614,7 +614,7 @@ and PEFT.
 | 2 ranks | Full fine-tuning with FSDP on 2 processes: loss and gradient norm are equal |
 | plan | `recipes/plan.py` plans LoRA on 2 GPUs |
 
-A number refers to the [reasons](#reasons) below the table. All other columns but `plan` are in fp32.
+A number refers to the [reasons](#reasons) below the table. All columns but `bf16` and `plan` are computed in fp32.
 
 - BERT and its kind (BERT, Big Bird, CamemBERT, Data2Vec, ELECTRA, ERNIE, Megatron-BERT, RoBERTa, XLM-RoBERTa and
   others) are built with `is_decoder=true`. Their published checkpoints are encoders, and are rejected.

@@ -73,7 +73,7 @@ METRICS = {
     "eval/rewards/margins": ("", "As `train/rewards/margins`, of the validation set."),
     "eval/rewards/accuracies": ("share", "As `train/rewards/accuracies`, of the validation set."),
     "perf/tokens_per_second": ("tokens/s", "Input tokens that are not padding, over all ranks."),
-    "perf/step_seconds": ("s", "Time since the end of the step before, or of the evaluation or checkpoint after it."),
+    "perf/step_seconds": ("s", "Duration of the step, without evaluations and checkpoints."),
     "perf/data_wait_seconds": ("s", "Part of `perf/step_seconds` in which the next batch was not ready."),
     "perf/mfu": ("share", "Model FLOPs per second over the published peak. Absent on CPUs, in fp32 and on GPUs whose "
                  "peak is not known."),
@@ -94,9 +94,9 @@ COMMON = {
     "use_peft": "../guides/lora-qlora.md",
     "r": "../guides/lora-qlora.md",
     "mode": "../guides/lora-qlora.md",  # --quantization
-    "lr": "../guides/training-options.md",
-    "num_epochs": "../guides/training-options.md",
-    "batch_size_training": "../guides/training-options.md",
+    "lr": "../guides/hyperparameters.md",
+    "num_epochs": "../guides/hyperparameters.md",
+    "batch_size_training": "../guides/hyperparameters.md",
     "gradient_accumulation_steps": "../guides/training-options.md",
     "context_length": "../guides/data.md",
     "activation_checkpointing": "../guides/training-options.md",
@@ -108,7 +108,11 @@ COMMON = {
 
 def cell(text: str) -> str:
     """Text as it may stand in a table."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("{", "&#123;")
+    parts = text.replace("|", "\\|").split(
+        "`"
+    )  # every second one is code, which Markdown escapes itself
+    parts[::2] = [part.replace("<", "&lt;").replace("{", "&#123;") for part in parts[::2]]
+    return "`".join(parts)
 
 
 def kind(setting: Setting) -> str:
@@ -164,7 +168,8 @@ def config_page() -> str:
     ]
     for section, cls in SECTIONS.items():
         own = {name: setting for name, setting in SETTINGS.items() if setting.section == section}
-        parts.append(f"## {section}\n\n{cls.__doc__}\n\n{table(own)}")
+        meaning = " ".join(str(cls.__doc__).split())
+        parts.append(f"## {section}\n\n{meaning}\n\n{table(own)}")
     return "\n".join(parts)
 
 

@@ -15,7 +15,7 @@
 set -uo pipefail
 
 if (($# < 2)); then
-  echo "usage: launch/run.sh OUTPUT_DIR COMMAND..." >&2
+  echo "usage: launch/run.sh RUN_DIRECTORY COMMAND..." >&2
   exit 2
 fi
 output_dir=$1

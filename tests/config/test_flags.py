@@ -134,7 +134,7 @@ def test_a_negative_number_is_a_value(errors_of) -> None:
         ("--pure_bf16", "Did you mean --precision bf16_pure? docs/migrate"),
         ("--fsdp_config.hsdp", "Did you mean --sharding_strategy HYBRID_SHARD?"),
         ("--confg x.yaml", "Did you mean --config?"),
-        ("--zzzzzz", "--zzzzzz is not a flag. --help lists them all, and docs/migrate"),
+        ("--zzzzzz", "--zzzzzz is not a flag. --help all lists them, and docs/migrate"),
         ("--lr --use_peft", "--lr needs a value."),
         ("--model_name=", "--model_name: the value is empty."),
         ("--use_peft --target_modules=", "--target_modules: the value is empty."),

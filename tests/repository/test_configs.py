@@ -188,6 +188,21 @@ def test_the_learning_rate_is_the_one_that_the_documentation_advises(stem: str) 
     assert low <= config.train.lr <= high
 
 
+@pytest.mark.parametrize(
+    "stem", [*CONFIG_FILES, *(file.stem for file in EXAMPLES.parent.glob("*.yaml"))]
+)
+def test_an_adapter_has_the_scale_that_the_documentation_advises(stem: str) -> None:
+    file = CONFIG_FILES.get(stem, EXAMPLES.parent / f"{stem}.yaml")
+    config, _ = load([f"--config={file}"], paths=False)
+    page = (REPOSITORY / "docs" / "guides" / "hyperparameters.md").read_text()
+    method = "DPO, IPO, KTO with LoRA" if config.preference.objective == "dpo" else "LoRA, QLoRA"
+    row = next(line for line in page.splitlines() if line.startswith(f"| {method} |"))
+    [(rank, alpha)] = re.findall(r"--peft.r (\d+) --lora_alpha (\d+)", row)
+    if config.peft.use_peft:
+        assert config.peft.lora_alpha / config.peft.r == int(alpha) / int(rank)
+        assert "lora_alpha:" in file.read_text()  # readers see it
+
+
 @pytest.mark.parametrize("stem", CONFIG_FILES)
 def test_the_commands_load_and_start_one_rank_per_gpu(stem: str) -> None:
     command = command_of(stem)

@@ -32,6 +32,7 @@ from llama_ft.config import load
 from llama_ft.config.paths import RUN_ENTRIES
 from llama_ft.config.reading.dump import help_text
 from llama_ft.config.settings.settings import SETTINGS, DataConfig
+from llama_ft.config.wording.messages import EARLIER_NAMES
 from llama_ft.errors import UserError
 
 OTHERS = (
@@ -361,6 +362,26 @@ def test_the_readme_says_how_long_the_code_is() -> None:
     assert int(said.replace(",", "")) == pytest.approx(recipe, rel=0.1)
     [said] = re.findall(r"about\s([\d,]+) lines", README.text)
     assert int(said.replace(",", "")) == pytest.approx(package, rel=0.1)
+
+
+def test_the_readme_counts_the_architectures_of_the_table() -> None:
+    table = (REPOSITORY / "docs" / "reference" / "model-support.md").read_text()
+    exact = [
+        int(count) for count in re.findall(r"^\| \*\*.*?\*\* \| \| (\d+) of", table, re.MULTILINE)
+    ]
+    assert len(exact) == 2  # of text, and of images and text
+    [said] = re.findall(r"\[(\d+) decoder architectures\]", README.text)
+    assert int(said) == sum(exact)
+
+
+@pytest.mark.parametrize("page", [*PAGES, README], ids=[*NAMES, "README.md"])
+def test_pages_use_the_present_names_of_flags_and_no_entities_in_code(page: Page) -> None:
+    earlier = [
+        name for name in EARLIER_NAMES if re.search(rf"--{name}\b", page.text) and name != "plan"
+    ]
+    names_them = page.name.startswith("docs/migrate/") or page.name.endswith("long-context.md")
+    assert names_them or not earlier
+    assert not [code for code in page.inline_code() if re.search("&[a-z]+;", code)]
 
 
 def test_the_generated_pages_are_current() -> None:

@@ -52,7 +52,7 @@ class DataConfig:
     function_call."""
 
     max_samples: CountOrZero = 0
-    """Train on the first N samples only, of each part of a mixture; 0 = all."""
+    """Use the first N samples only, of each part of a mixture; 0 = all."""
 
     deduplicate: bool = False
     """Leave out samples that have the same tokens and loss mask as an earlier one, in the training

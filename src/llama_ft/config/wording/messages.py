@@ -213,7 +213,7 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
         theirs = nearest(field, SAME_AS)
         match = replaced = SAME_AS[theirs] if theirs else None
     if match is None:
-        return f" is not {what}. --help lists them all, and {TRANSLATIONS}"
+        return f" is not {what}. --help all lists them, and {TRANSLATIONS}"
     meant = " and ".join(_as_written(part, as_key) for part in match.split(" and "))
     page = f" {TRANSLATIONS}" if replaced else ""
     return f" is not {what}. Did you mean {meant}?{page}"
