@@ -42,7 +42,7 @@ def test_a_log_file_gets_the_first_ten_steps_then_fewer_and_all_evaluations(
     )
     assert bool(lines) is not is_quiet
     if lines:
-        numbers = "loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  matmul 50%  1.31 s/step"
+        numbers = "loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  50% of the matmul rate  1.31 s/step"
         assert (
             lines[0] == f"step 13/2000  {numbers}"
             and " loss 6.213  margin 0.25  lr 1.2e-03 " in lines[-1]

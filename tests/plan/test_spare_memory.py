@@ -67,7 +67,7 @@ def test_spare_memory_is_used_if_the_plan_leaves_room(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="llama_ft")
+    caplog.set_level(logging.DEBUG, logger="llama_ft")
     use(unloaded(folder), folder, share)
     assert uses == expected
     assert caplog.text.count("Freed memory is") == caplog.text.count(said) == 1

@@ -16,7 +16,7 @@ FORMATS = {
     "train/grad_norm": "grad_norm {:.3g}",
     "perf/tokens_per_second": "{:,.0f} tokens/s",
     "perf/mfu": "MFU {:.0%}",
-    "perf/matmul_utilization": "matmul {:.0%}",
+    "perf/matmul_utilization": "{:.0%} of the matmul rate",
     "perf/step_seconds": "{:.3g} s/step",
 }
 # Shown with a validation loss, with two digits after the point.

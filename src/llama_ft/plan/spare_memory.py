@@ -58,7 +58,8 @@ def use_spare_memory(
         why = ", since the plan leaves room for it"
     if has_room:
         if keep_freed_memory():
-            log.info(f"Freed memory is kept for the next tensors{why}.")
+            report = log.info if planned_share is None else log.debug  # without a plan, a guess
+            report(f"Freed memory is kept for the next tensors{why}.")
         if share_memory(built.model, ranks.mesh):
             log.debug("ranks of one host exchange weights and gradients in memory that they share")
     elif planned_share is None:

@@ -297,9 +297,12 @@ class Ranks:
         is_one_process = self.world_size == 1
         lines = []
         if not is_one_process:
-            count = self.shard.copies
-            copies = "1 copy" if count == 1 else f"{count} copies"
-            layout = f"{copies} of the model, each on {plural(self.shard.size, 'rank')}"
+            copies = self.shard.copies
+            layout = f"{copies} copies of the model, each sharded over {self.shard.size} ranks"
+            if copies == 1:
+                layout = "the model is sharded over all of them"
+            elif self.shard.size == 1:
+                layout = "each has a copy of the model"
             lines.append(f"{self.world_size} ranks: {layout}")
         for note, count in Counter(notes).items():
             lines.append(f"{count} x {note}")
