@@ -1,12 +1,15 @@
 """Runs of the recipe whose ranks share packed sequences, against runs of one process."""
 
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, losses, run_cases, series
-from forked import forked
-from plain_losses import write_tokenized
+from agents import SLOWED
+from conftest import RECIPE, losses, run_cases, series, write_rows
+from forked import forked, start_forked
+from plain_losses import write_pairs, write_tokenized
 
 STEPS = 4
 RUNS = {
@@ -65,16 +68,140 @@ def test_a_run_continues_on_ranks_that_share_no_sequences(folder: Path) -> None:
     assert losses(resumed) == pytest.approx(losses(folder / "full"), rel=2e-6)
 
 
+# Runs that compute another model first, read a stream, or generate, on pairs or samples.
+MORE = {
+    "dpo": "--dataset @pairs.jsonl --objective dpo --beta 0.3",
+    "distill": "--dataset @train.jsonl --objective distill --distill_top_k 5 --teacher_model @other",
+    "reward": "--dataset @pairs.jsonl --validation @pairs.jsonl --objective reward --eval_steps 2",
+    "stream": "--dataset @train.jsonl --streaming --shuffle_buffer 8",
+    "scored": "--dataset @texts.jsonl --validation @texts.jsonl --eval_steps 2 "
+    "--score @score.py:letters --score_tokens 9 --sample_prompts Why? --sample_tokens 5",
+}
+
+
+@pytest.fixture(scope="module")
+def more(save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each of MORE on 2 ranks that share sequences and on one process."""
+    folder = tmp_path_factory.mktemp("more")
+    save_model(folder / "base", hidden_size=64, intermediate_size=128)
+    save_model(folder / "other", seed=3)
+    write_tokenized(folder / "train.jsonl", [20 + 5 * (n % 9) for n in range(30)], seed=1)
+    write_pairs(folder / "pairs.jsonl", 24)
+    write_rows(folder / "texts.jsonl", 16)
+    # differs from answer to answer, also of a model that has learned nothing
+    (folder / "score.py").write_text(
+        "def letters(prompt, answer, reference): return len({*answer})"
+    )
+    common = f"--model_name {folder}/base --precision fp32 --context_length 128 --lr 1e-3"
+    common += f" --max_train_step {STEPS} --batch_size_training 1 --gradient_accumulation_steps 2"
+    common += " --activation_checkpointing full --warmup_steps 0"
+    alone = []
+    shared = []
+    for name, flags in MORE.items():
+        whole = f"{common} {flags}".replace("@", f"{folder}/").split()
+        if name != "stream":
+            whole += ["--num_epochs", "9"]
+        alone.append([*whole, "--output_dir", f"{folder}/{name}-alone"])
+        ranks = ["--enable_fsdp", "--sequence_parallel_size", "2"]
+        shared.append([*whole, *ranks, "--output_dir", f"{folder}/{name}"])
+    run_cases(folder, alone, timeout=600)
+    run_cases(folder, shared, ranks=2, timeout=600)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_other_objectives_and_data_have_the_losses_of_one_process(name: str, more: Path) -> None:
+    alone = more / f"{name}-alone"
+    assert len(losses(alone)) == STEPS
+    assert losses(more / name) == pytest.approx(losses(alone), rel=2e-6)
+    assert series(more / name, "eval/loss") == pytest.approx(series(alone, "eval/loss"), rel=2e-6)
+    assert series(more / name, "tokens") == series(alone, "tokens")
+
+
+@pytest.mark.slow
+def test_each_rank_answers_alone_and_the_scores_are_those_of_one_process(more: Path) -> None:
+    scores = series(more / "scored-alone", "eval/score")
+    assert len({*scores}) > 1
+    assert series(more / "scored", "eval/score") == scores
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_by_more_ranks_that_share_each_sequence(
+    save_model: Any, tmp_path: Path
+) -> None:
+    """4 ranks with sequences of their own, then 2 per sequence, then all."""
+    save_model(tmp_path / "base")
+    write_tokenized(tmp_path / "train.jsonl", [20 + 5 * (n % 9) for n in range(60)], seed=1)
+    flags = f"--model_name {tmp_path}/base --dataset {tmp_path}/train.jsonl --precision fp32"
+    flags += " --context_length 90 --lr 0.01 --num_epochs 9 --max_train_step 6 --save_steps 2"
+    flags += " --batch_size_training 1 --warmup_steps 0 --enable_fsdp --keep_last 9"
+    cases = []
+    for size, start in ((1, 0), (2, 2), (4, 4)):
+        words = [*flags.split(), "--output_dir", f"{tmp_path}/{size}"]
+        if start:
+            checkpoint = f"{tmp_path}/{size // 2}/checkpoints/step-{start:06}"
+            words += ["--sequence_parallel_size", str(size), "--resume", checkpoint]
+        cases.append(words)
+    run_cases(tmp_path, cases, ranks=4, timeout=600)
+    whole = losses(tmp_path / "1")
+    assert len(whole) == 6
+    for size in (2, 4):
+        assert losses(tmp_path / str(size)) == pytest.approx(whole, rel=2e-6)
+        assert series(tmp_path / str(size), "tokens") == series(tmp_path / "1", "tokens")
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_on_other_ranks_as_torchrun_starts_them(
+    save_model: Any, tmp_path: Path
+) -> None:
+    """2 ranks that share sequences are killed; 3 cannot share them, 4 can."""
+    save_model(tmp_path / "base")
+    write_tokenized(tmp_path / "train.jsonl", [20 + 5 * (n % 9) for n in range(40)], seed=1)
+    flags = (
+        f"--model_name {tmp_path}/base --dataset {tmp_path}/train.jsonl --precision fp32 --lr 0.01"
+    )
+    flags += (
+        " --context_length 90 --num_epochs 9 --max_train_step 6 --save_steps 2 --warmup_steps 0"
+    )
+    flags += " --batch_size_training 1 --gradient_accumulation_steps 4 --no_plan"
+    whole = [*flags.split(), "--output_dir", f"{tmp_path}/whole"]
+    run_cases(tmp_path, [whole], timeout=600)
+    words = [*flags.split(), "--enable_fsdp", "--sequence_parallel_size", "2"]
+    words += ["--output_dir", f"{tmp_path}/run"]
+    error_file = tmp_path / "logs" / "attempt_0" / "0" / "error.json"  # as torchrun's agent sets it
+    error_file.parent.mkdir(parents=True)
+    agent = {"TORCHELASTIC_ERROR_FILE": str(error_file), "GROUP_WORLD_SIZE": "2"}
+    log = tmp_path / "log"
+    running = start_forked(SLOWED, *words, output=log, ranks=2, HOLD_AT="5", **agent)
+    while running.is_alive() and len(list((tmp_path / "run").glob("metrics.jsonl"))) == 0:
+        time.sleep(0.05)
+    while running.is_alive() and max(series(tmp_path / "run", "step"), default=0) < 4:
+        time.sleep(0.05)
+    assert running.is_alive(), log.read_text()
+    running.send(signal.SIGKILL)
+    running.wait(30)
+    refused = forked(RECIPE, *words, ranks=3, **agent)
+    assert refused.exit_code == 2
+    assert "3 ranks cannot be divided into groups of 2" in refused.output
+    finished = forked(RECIPE, *words, ranks=4, **agent)
+    assert finished.exit_code == 0, finished.output
+    assert "Resuming from" in finished.output
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=2e-6)
+    assert series(tmp_path / "run", "tokens") == series(tmp_path / "whole", "tokens")
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ("--batching_strategy padding", "only packed sequences can be shared"),
         ("", "1 rank cannot be divided into groups of 2"),
+        ("--compile", "graphs of layers do not exchange tokens"),
     ],
 )
 def test_what_cannot_be_shared_is_one_message(flags: str, expected: str) -> None:
     finished = forked(RECIPE, "--sequence_parallel_size", "2", *flags.split())
     assert finished.exit_code == 2
     assert expected in finished.output
-    assert "--sequence_parallel_size" in finished.output
+    assert "sequence_parallel_size" in finished.output
     assert "Traceback" not in finished.output
