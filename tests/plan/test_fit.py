@@ -191,6 +191,27 @@ def test_twice_the_ranks_are_suggested_if_optimizer_states_do_not_fit(
     )
 
 
+@pytest.mark.slow
+def test_ranks_share_sequences_if_activations_do_not_fit(
+    finetuning: ModuleType, shallow_model: Path
+) -> None:
+    line = "--context_length 512 --batch_size_training 1 --use_peft --activation_checkpointing full"
+    request = request_for(f"{line} --enable_fsdp", 2, folder=shallow_model)
+    planned = fitting.predict(request, finetuning.RECIPE, quick=True)
+    tensors = planned.device_bytes - planned.outside_bytes
+    room = int((planned.outside_bytes + 0.95 * tensors) / USABLE)
+    fits, _ = search(request, finetuning, room)
+    assert fits[0].flags == ["--gradient_accumulation_steps 2", "--sequence_parallel_size 2"]
+    assert global_batch(fits[0].config) == 1
+    assert fits[0].plan.device_bytes <= USABLE * room < planned.device_bytes
+
+
+def test_larger_groups_of_ranks_give_up_more() -> None:
+    two = {"sequence_parallel_size": 2, "gradient_accumulation_steps": 2}
+    assert gives_up_more({"sequence_parallel_size": 4, "gradient_accumulation_steps": 4}, two)
+    assert not gives_up_more(two, two)
+
+
 def test_cpu_offload_is_suggested_with_the_host_memory_it_needs(
     finetuning: ModuleType, shallow_model: Path
 ) -> None:
