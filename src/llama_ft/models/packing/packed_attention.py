@@ -199,7 +199,9 @@ def _over_shared_heads(attend: Callable[..., Attention]) -> Callable[..., Attent
         if samples is None or samples.sequence is None:
             return attend(module, query, key, value, attention_mask, packed_samples, **arguments)
         if attention_mask is not None:
-            raise UserError(f"{NOT_SHARED}: {type(module).__name__} has a mask of its own.")
+            raise UserError(
+                f"{NOT_SHARED}: {type(module).__name__} has a mask of its own. Leave it out."
+            )
         own = partial(attend, packed_samples=replace(samples, sequence=None))
         tensors = (query, key, value)
         return attend_over_heads(own, module, tensors, samples.sequence, arguments)

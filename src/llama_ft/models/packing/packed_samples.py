@@ -338,7 +338,9 @@ def _of_all_tokens(
             return value
         dims = _dims_of_tokens(value, own_tokens)
         if len(dims) > 1:
-            raise UserError(f"{NOT_SHARED}: this model makes a mask of all pairs of tokens.")
+            raise UserError(
+                f"{NOT_SHARED}: this model makes a mask of all pairs of tokens. Leave it out."
+            )
         return tokens.gathered(value, dims[0]) if dims else value
 
     def own(value: Any) -> Any:

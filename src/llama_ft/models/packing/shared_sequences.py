@@ -85,7 +85,7 @@ def attend_over_heads(
     own = dict(arguments)
     if own.get("position_bias") is not None:
         raise UserError(
-            "--sequence_parallel_size: attention with a position bias is not supported."
+            "--sequence_parallel_size: attention with a position bias is not supported. Leave it out."
         )
     if own.get("s_aux") is not None:  # the sinks
         own["s_aux"] = sequence.part(own["s_aux"], 0)
