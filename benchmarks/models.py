@@ -593,7 +593,7 @@ ABOUT = """# Supported models
 | Llama 4 | `llama4` |
 | Qwen2, Qwen2.5; Qwen2.5-VL | `qwen2`; `qwen2_5_vl` |
 | Qwen3; its MoE models; Qwen3.5 | `qwen3`; `qwen3_moe`; `qwen3_5` |
-| Mistral 7B; Mixtral; Mistral Small 3.1 and newer | `mistral`; `mixtral`; `mistral3` |
+| Mistral 7B; Mixtral; Mistral Small 3.1 and newer, Ministral 3 | `mistral`; `mixtral`; `mistral3` |
 | Gemma 2; Gemma 3; Gemma 4 | `gemma2`; `gemma3`, `gemma3_text`; `gemma4` |
 | Phi-2; Phi-3, Phi-4 | `phi`; `phi3` |
 | DeepSeek V3, R1; gpt-oss | `deepseek_v3`; `gpt_oss` |

@@ -92,6 +92,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
         },
     },
+    # From Transformers' Ministral3Config, whose page is that of the 8B model; the model's page counts 8.4B for text
+    "mistralai/Ministral-3-8B-Instruct-2512": {  # takes images, too
+        "model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"],
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": None},
+        "text_config": {
+            "model_type": "ministral3", "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336,
+            "num_hidden_layers": 34, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 262_144, "tie_word_embeddings": False,
+        },
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 1024, "image_size": 1540, "intermediate_size": 4096,
+            "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "head_dim": 64,
+        },
+    },
 }  # fmt: skip
 # As the models' pages count them, of Gemma the text part: of its 4,300,079,472 the vision tower has
 # 416,866,032 (27 layers of 15,239,504, patches, positions, a norm) and the projector 2,950,272.
@@ -141,6 +155,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "quantization_config": INT4_GROUPS,
     },
 }  # fmt: skip
+HUB_NAMES = {
+    "mistralai/Devstral-Small-2-24B-Instruct-2512": "Devstral Small 2 (24B)",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+}
+CONFIGS |= {hub: PUBLISHED[name] for hub, name in HUB_NAMES.items()}
 # As the models' pages count them, of DeepSeek V3 without the layer for multi-token prediction and
 # without the 58 x 256 biases of its routers, which are buffers.
 PARAMETERS |= {

@@ -103,11 +103,10 @@ def test_the_table_has_the_settings_of_the_config(stem: str) -> None:
     method, context_length, planned, tokens, checkpointing = rows()[stem][-5:]
     bits = config.quantization.mode
     assert ("LoRA" in method) == config.peft.use_peft
-    assert [kind for kind in ("8-bit", "4-bit") if kind in method] == (
-        [bits[0] + "-bit"] if bits != "none" else []
-    )
+    named = {"8bit": ["8-bit"], "4bit": ["4-bit"], "as_stored": ["as stored"], "none": []}
+    assert [kind for kind in ("8-bit", "4-bit", "as stored") if kind in method] == named[bits]
     assert stem.split("_")[-2] == (
-        bits if bits != "none" else "lora" if config.peft.use_peft else "full"
+        bits.removeprefix("as_") if bits != "none" else "lora" if config.peft.use_peft else "full"
     )
     train = config.train
     length = config.data.context_length
@@ -135,6 +134,16 @@ def test_the_readme_has_the_planned_figures() -> None:
     assert len(shown) >= 10
     for stem, length, planned, checkpointing in shown:
         assert [length, planned, checkpointing] == [rows()[stem][column] for column in (-4, -3, -1)]
+
+
+def test_the_page_of_this_years_models_has_the_planned_figures() -> None:
+    page = (REPOSITORY / "docs" / "getting-started" / "this-years-models.md").read_text()
+    shown = re.findall(r"\| `(\S+)` \| .* \| ([\d.]+) \| \[`(\S+)`\]", page)
+    assert len(shown) >= 3
+    for model, planned, stem in shown:
+        config, _ = load([f"--config={CONFIG_FILES[stem]}"], paths=False)
+        assert config.model.model_name == model
+        assert rows()[stem][-3] == planned
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.parent.glob("*.yaml")), ids=lambda file: file.stem)
@@ -178,7 +187,7 @@ def test_the_learning_rate_is_the_one_that_the_documentation_advises(stem: str) 
     config, _ = load([f"--config={CONFIG_FILES[stem]}"], paths=False)
     is_dpo = config.preference.objective == "dpo"
     weights = "LoRA" if config.peft.use_peft else "full"
-    [billions] = re.findall(r"_([\d.]+)b_", stem)
+    [billions] = re.findall(r"_e?([\d.]+)b_", stem)
     fitting = []
     for method, largest, low, high in advised_rates():
         is_same_method = ("DPO" in method) == is_dpo and weights in method
