@@ -225,6 +225,7 @@ def runs(
     return folder, run_cases(folder, cases, ranks=2).output
 
 
+@pytest.mark.slow
 def test_a_run_copies_ignored_tensors_and_logs_it_once(runs: tuple[Path, str]) -> None:
     folder, output = runs
     was = stored(folder / "base")
@@ -236,6 +237,7 @@ def test_a_run_copies_ignored_tensors_and_logs_it_once(runs: tuple[Path, str]) -
     assert output.count(line) == 1, output
 
 
+@pytest.mark.slow
 def test_a_merged_adapter_and_an_exported_checkpoint_have_ignored_tensors(
     runs: tuple[Path, str], tmp_path: Path
 ) -> None:

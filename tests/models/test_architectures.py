@@ -197,17 +197,13 @@ FAST = {
     ("Llama 2", "LoRA, sized, DoRA"),
     ("Phi-4", "full, padded"),
     ("Granite MoE, balanced", "LoRA, padded"),
-    ("Qwen3", TWO_WAYS[0]),
-    ("Phi-3", TWO_WAYS[1]),
     ("GPT-2", "LoRA"),
     ("Falcon", TWO_WAYS[1]),
     ("gpt-oss", TWO_WAYS[0]),
     ("DeepSeek V3", TWO_WAYS[1]),
     ("Nemotron-H", TWO_WAYS[0]),
     ("Gemma 4 text", TWO_WAYS[0]),
-    ("LFM2", TWO_WAYS[0]),
     ("Mamba", TWO_WAYS[1]),
-    ("Gemma 3", TWO_WAYS[0]),
     ("Qwen3.5", TWO_WAYS[1]),
 }
 CASES = [

@@ -42,7 +42,11 @@ def test_of_ranks_that_are_measured_together_all_are_named() -> None:
 @pytest.mark.parametrize(
     ("late", "steps"),
     # The first step does not count, then they are compared after 20 and 40.
-    [("data", 45), ("computing", 25), pytest.param("", 25, marks=pytest.mark.slow)],
+    [
+        pytest.param("data", 45, marks=pytest.mark.slow),
+        ("computing", 25),
+        pytest.param("", 25, marks=pytest.mark.slow),
+    ],
 )
 def test_a_slow_rank_is_named_once_and_an_even_run_names_nobody(
     tmp_path: Path, tiny_model: Path, rows70: Path, late: str, steps: int

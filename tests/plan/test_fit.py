@@ -270,6 +270,7 @@ def test_the_choice_of_checkpointing_and_the_plan_report_the_same_size(
     assert quick_plan.is_quick
 
 
+@pytest.mark.slow
 def test_one_gpu_casts_weights_once_per_step_if_that_fits(
     finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -176,7 +176,8 @@ def test_an_optimizer_of_a_users_file_is_planned(plan: Plan, tmp_path: Path, ran
     assert saved == pytest.approx(4 * matrices / ranks, rel=0.01)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_scored_answers_are_planned_with_their_keys_and_values(
     plan: Plan, tmp_path: Path, ranks: int
 ) -> None:
@@ -413,6 +414,7 @@ def test_the_chunked_loss_holds_the_logits_of_one_chunk(plan: Plan, tmp_path: Pa
     assert twice - once == pytest.approx(TOKENS * HIDDEN * 4, rel=0.1)
 
 
+@pytest.mark.slow
 def test_8bit_adam_takes_fp32_copies_of_a_weight_on_the_cpu(plan: Plan, tmp_path: Path) -> None:
     planned = plan(write_llama(tmp_path / "model"), 2, *FLAGS, "--optimizer", "AdamW8bit")
     # Of the embedding's rows, filled up to a block of 256: gradient, weight and codes, and then
@@ -437,6 +439,7 @@ def test_unsharded_accumulation_holds_the_gradients_of_the_whole_model(
     assert whole == pytest.approx(4 * PARAMETERS, rel=0.01)  # in fp32, in which they are reduced
 
 
+@pytest.mark.slow
 def test_cpu_offload_leaves_unsharded_units_and_activations_on_the_device(
     plan: Plan, tmp_path: Path
 ) -> None:

@@ -185,6 +185,7 @@ def test_two_ranks_print_a_user_error_once(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_bad_sample_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
     broken: Path, tmp_path: Path
 ) -> None:

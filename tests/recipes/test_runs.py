@@ -52,12 +52,12 @@ RUNS = {
     "no_pad": f"{FSDP} --model_name @no_pad_model --dataset @rows16 --validation @rows16 {ADAPTER} "
     "--num_epochs 1 --sample_tokens 8 --precision fp32 --lora_dropout 0 "
     f"--batch_size_training 8 --val_batch_size 4 {PADDED}",
-    "custom": "--model_name @tiny --dataset @custom.py:rows --precision bf16_pure --num_epochs 2 "
-    f"{PADDED} --use_profiler --flop_counter --flop_counter_start 2",
     "repeated": "--config @lora/config.yaml",
 }
 # Runs of the slow tests, in a launch of their own.
 SLOW_RUNS = {
+    "custom": "--model_name @tiny --dataset @custom.py:rows --precision bf16_pure --num_epochs 2 "
+    f"{PADDED} --use_profiler --flop_counter --flop_counter_start 2",
     "tracked": f"{RUNS['early_stopping']} --use_tensorboard "
     "--use_wandb --wandb_mode offline --wandb_tags a,b --use_mlflow --mlflow_log_model",
     "loha": f"{FSDP} {FILES} --use_peft --peft_method loha --peft.r 4 "
@@ -426,8 +426,9 @@ def test_matmul_utilization_is_model_flops_over_the_measured_rate(
         assert 4 < pairs < 11.5  # rows of 8 to 14 tokens, or 22 at most
 
 
+@pytest.mark.slow
 def test_the_profiler_writes_a_trace_per_rank_and_the_flop_counter_its_table(
-    launch: Finished, folder: Path
+    further: Finished, folder: Path
 ) -> None:
     for rank in range(2):
         with gzip.open(folder / "custom" / "profile" / f"rank-{rank}.json.gz") as trace:
@@ -437,12 +438,12 @@ def test_the_profiler_writes_a_trace_per_rank_and_the_flop_counter_its_table(
         assert "aten::mm" in events
     counted = re.findall(
         r"FLOPs of step 2 on rank 0: (\S+) GFLOP as torch counts them, (\S+) GFLOP by the",
-        launch.output,
+        further.output,
     )
     assert len(counted) == 1
     # the head without labels; all pairs of attention
     assert 0.7 < float(counted[0][0]) / float(counted[0][1]) < 1.5
-    assert launch.output.count("Traces of all ranks: ") == 1
+    assert further.output.count("Traces of all ranks: ") == 1
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_step_samples_and_checkpoint(

@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import RECIPE, run, run_cases
 
 from llama_ft.evaluation.flags import read_evaluate_flags
@@ -39,6 +40,7 @@ COMPILER = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_imports_no_package_that_it_does_not_need(
     tiny_model: Path, rows16: Path, tmp_path: Path
 ) -> None:

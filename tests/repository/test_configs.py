@@ -27,8 +27,8 @@ CONFIG_FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if fil
 # The least that torch sees of a card so called: an L4's or A10G's 21.9 GiB, an A100's or H100's
 # 79.1.
 CARDS = {"4gb": 3.7, "24gb": min(GPUS["l4"], GPUS["rtx4090"]), "80gb": GPUS["h100"]}
-# One on one GPU and one on eight. The others take as long, 5 s, and are marked slow.
-PLANNED_ALWAYS = {"llama3.1_8b_4bit_24gb", "llama3.1_8b_full_8x80gb"}
+# The others take as long, 5 s, and are marked slow.
+PLANNED_ALWAYS = {"llama3.1_8b_full_8x80gb"}
 ROW = re.compile(r"^\| \[`([^`]+)`\]\(([^)]+)\) \|(.*)\|$", re.MULTILINE)
 
 

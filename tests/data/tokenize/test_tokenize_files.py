@@ -72,7 +72,7 @@ def odd_rows(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "odd.jsonl", samples)
 
 
-@pytest.mark.parametrize("truncation", ["right", "split"])
+@pytest.mark.parametrize("truncation", [pytest.param("right", marks=pytest.mark.slow), "split"])
 def test_several_processes_write_the_same_files_as_one(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path, truncation: str
 ) -> None:

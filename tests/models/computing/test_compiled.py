@@ -134,6 +134,7 @@ def test_one_graph_trains_on_all_packed_sequences_and_one_evaluates(
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 def test_more_graphs_than_kinds_of_layers_explain_are_reported_once(
     varlen_on_the_cpu: None,
     monkeypatch: pytest.MonkeyPatch,

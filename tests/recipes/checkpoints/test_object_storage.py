@@ -164,6 +164,7 @@ def test_the_reference_of_dpo_is_fetched_with_its_checkpoint(
     assert files and {file.read_bytes() for file in files} == {expected}
 
 
+@pytest.mark.slow
 def test_sigterm_uploads_the_last_checkpoint_and_says_so(
     server: str, crash: ModuleType, inputs: Path, tmp_path: Path
 ) -> None:

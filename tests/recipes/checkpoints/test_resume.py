@@ -51,7 +51,7 @@ EXACT = {
     "dpo": f"{FSDP} {DPO} {SHORT}",
 }
 # Slow: what is saved of them is proven apart, or by one of the others.
-SLOW_EXACT = ("nf4", "SGD", "early", "experts")
+SLOW_EXACT = ("nf4", "SGD", "padded", "early", "experts")
 FAST_EXACT = [name for name in EXACT if name not in SLOW_EXACT]
 # 32 packed sequences per step: 256 samples are read ahead (a chunk, the least) and are 5 steps, the
 # other 144 of an epoch are 3.
@@ -150,8 +150,6 @@ def two_ranks(folder: Path) -> Path:
     cases = []
     for name in FAST_EXACT:
         cases += exact_cases(folder, name)
-    resume = checkpoint(folder, "padded", 2)
-    cases.append(flags(folder, "padded", "dropout", EXACT["padded"], resume))
     cases.append(flags(folder, "plain", "model", FSDP, PLAIN))
     cases += [layout_case(folder, name) for name in FAST_LAYOUTS]
     cases.append(flags(folder, "streaming", "model", FSDP, STREAMING))
@@ -169,6 +167,8 @@ def further(two_ranks: Path) -> Finished:
     cases = []
     for name in SLOW_EXACT:
         cases += exact_cases(two_ranks, name)
+    resume = checkpoint(two_ranks, "padded", 2)
+    cases.append(flags(two_ranks, "padded", "dropout", EXACT["padded"], resume))
     cases += [layout_case(two_ranks, name) for name in LAYOUTS.keys() - {*FAST_LAYOUTS}]
     finished = launch(two_ranks, cases, 2)
     assert finished.exit_code == 0, finished.output
@@ -244,7 +244,10 @@ def test_a_run_resumed_in_another_directory_finds_the_best_weights_of_the_first(
     assert further.output.count(found) == 2
 
 
-def test_resuming_an_earlier_step_moves_newer_checkpoints_to_set_aside(two_ranks: Path) -> None:
+@pytest.mark.slow
+def test_resuming_an_earlier_step_moves_newer_checkpoints_to_set_aside(
+    two_ranks: Path, further: Finished
+) -> None:
     run_dir = two_ranks / "padded"
     assert (run_dir / "checkpoints" / "set-aside-1-step-000004").is_dir()
     assert (run_dir / "set-aside-1-model").is_dir() and (run_dir / "model").is_dir()

@@ -23,7 +23,6 @@ from image_models import (
 from PIL import Image
 
 EVALUATE = REPOSITORY / "tests" / "evaluate_cases.py"
-FAST = (("Qwen3-VL", 2),)
 CASES = (("Qwen3-VL", 2), ("Qwen2.5-VL", 0), ("Gemma 3", 2), ("LLaVA", 2), ("LLaVA", 0))
 LONGEST = 8
 
@@ -52,9 +51,10 @@ def answers_of(folder: Path, chats: list[list[dict[str, Any]]], images: Path) ->
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [pytest.param(*one, marks=[] if one in FAST else pytest.mark.slow) for one in CASES],
+    CASES,
 )
 def test_scored_and_sample_answers_and_evaluated_losses_are_those_of_transformers(
     data: Path, family: str, ranks: int, tmp_path: Path

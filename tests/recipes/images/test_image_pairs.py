@@ -194,7 +194,7 @@ def plain_steps(work: Path, family: str, objective: str, kind: str, adapter: Pat
     return found
 
 
-FAST = ("start", "dpo full packed", "dpo lora packed")
+FAST = ("start", "dpo lora packed")
 ALL = [
     pytest.param(family, ranks, (), marks=pytest.mark.slow)
     for family in FAMILIES

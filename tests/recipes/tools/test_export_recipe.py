@@ -147,6 +147,7 @@ def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(
     assert "optimizer steps: 2" in (copy / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_pushed_to_the_hub_and_the_token_is_not_printed(
     runs: Path, tmp_path: Path
 ) -> None:
