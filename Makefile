@@ -49,7 +49,7 @@ test-all: test $(VENV)/.smollm2
 # The same fine-tuning here and in TRL, for which it makes an environment in the cache. Interrupted, it continues. One part
 # alone: make comparison METHODS=full COMPARISON=output/comparison-full
 comparison: $(VENV)/.installed $(VENV)/.smollm2
-	$(BIN)/python benchmarks/comparison.py --folder $(COMPARISON) --methods $(METHODS)
+	$(BIN)/python benchmarks/trl_comparison/comparison.py --folder $(COMPARISON) --methods $(METHODS)
 
 # The benchmarks of docs/development/benchmarks.md, each into benchmarks/results/, on a machine that does nothing else.
 # Estimated minutes on two cores: planned 15, speed 60, preferences 20, speed_dpo 30, images 3, padding 10, optimizations 30,

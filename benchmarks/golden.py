@@ -30,9 +30,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from golden_inputs import write_inputs
-from text_files import read_json_lines
-from torchrun_command import torchrun_command
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for `import benchmarks`
+
+from benchmarks.golden_inputs import write_inputs
+from benchmarks.shared.text_files import read_json_lines
+from benchmarks.shared.torchrun_command import torchrun_command
 
 # Processes are forks of one that has imported these; importing them takes each 5 to 8 s of a core.
 IMPORTED = [

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from text_files import write_json_lines
+from benchmarks.shared.text_files import write_json_lines
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # for model_shapes
 

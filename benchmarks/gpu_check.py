@@ -25,10 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-import gpu_kernels
-from gpu_bench import REPOSITORY, Bench, Row, end_descendants, failed_row, left_out
-from gpu_cases import cases, compiled, ends, methods, oom, resume, save, waits
-from gpu_speed import fixes, full, inference, lora8b, lora8b_more, plan, quant8b
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `import benchmarks`
+
+from benchmarks.gpu import gpu_kernels
+from benchmarks.gpu.gpu_bench import REPOSITORY, Bench, Row, end_descendants, failed_row, left_out
+from benchmarks.gpu.gpu_cases import cases, compiled, ends, methods, oom, resume, save, waits
+from benchmarks.gpu.gpu_speed import fixes, full, inference, lora8b, lora8b_more, plan, quant8b
 
 SECONDS_FOR_A_PART = 10.0  # no part starts with less
 SECONDS_TO_END = 15.0  # after the time limit: then all processes end, whatever hangs
@@ -95,7 +97,7 @@ def main() -> int:
     parser.add_argument("--toggle", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        from gpu_child import run_child
+        from benchmarks.gpu.gpu_child import run_child
 
         run_child(given.child, given.recipe, given.toggle)
         return 0

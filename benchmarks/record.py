@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "benchmarks")]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", ".")]
 
-from comparison_measures import commit, machine  # noqa: E402
+from benchmarks.trl_comparison.comparison_measures import commit, machine
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PACKAGES = ("torch", "transformers", "peft", "datasets", "bitsandbytes")
@@ -45,40 +45,50 @@ class Benchmark:
 
 BENCHMARKS = {
     "planned": Benchmark(
-        "benchmarks/plan.py --json output/planned.json", "Planned against measured memory", 15
+        "benchmarks/planner/plan.py --json output/planned.json",
+        "Planned against measured memory",
+        15,
     ),
-    "speed": Benchmark("benchmarks/throughput.py", "Training speed against TRL", 60),
-    "preferences": Benchmark("benchmarks/preferences.py", "Preference tuning against TRL", 20),
-    "speed_dpo": Benchmark("benchmarks/throughput.py --objective dpo", "DPO speed against TRL", 30),
+    "speed": Benchmark("benchmarks/trainers/throughput.py", "Training speed against TRL", 60),
+    "preferences": Benchmark(
+        "benchmarks/trainers/preferences.py", "Preference tuning against TRL", 20
+    ),
+    "speed_dpo": Benchmark(
+        "benchmarks/trainers/throughput.py --objective dpo", "DPO speed against TRL", 30
+    ),
     "images": Benchmark(
-        "benchmarks/images_trl.py --families Qwen3-VL,'Gemma 3',LLaVA",
+        "benchmarks/trainers/images_trl.py --families Qwen3-VL,'Gemma 3',LLaVA",
         "Fine-tuning on images against TRL",
         3,
     ),
-    "padding": Benchmark("benchmarks/padding_trl.py --settings 60", "Padding against TRL", 10),
-    "optimizations": Benchmark("benchmarks/ablation.py", "What each optimization gives", 30),
-    "experts": Benchmark("benchmarks/experts.py", "LoRA on experts", 5),
-    "scaling": Benchmark("benchmarks/scaling.py", "Memory by length", 30),
-    "other_tools": Benchmark(
-        "benchmarks/other_tools.py", "Plans against published figures of other tools", 10
+    "padding": Benchmark(
+        "benchmarks/trainers/padding_trl.py --settings 60", "Padding against TRL", 10
     ),
-    "loading": Benchmark("benchmarks/loading.py", "Loading", 20),
-    "data": Benchmark("benchmarks/data.py", "Packing", 15),
-    "checkpoints": Benchmark("benchmarks/checkpoint.py", "Checkpoints", 15),
-    "uploads": Benchmark("benchmarks/uploads.py", "Saves with object storage", 5),
-    "kills": Benchmark("benchmarks/crash.py", "Resuming after kills", 60),
+    "optimizations": Benchmark("benchmarks/speed/ablation.py", "What each optimization gives", 30),
+    "experts": Benchmark("benchmarks/speed/experts.py", "LoRA on experts", 5),
+    "scaling": Benchmark("benchmarks/speed/scaling.py", "Memory by length", 30),
+    "other_tools": Benchmark(
+        "benchmarks/planner/other_tools.py", "Plans against published figures of other tools", 10
+    ),
+    "loading": Benchmark("benchmarks/speed/loading.py", "Loading", 20),
+    "data": Benchmark("benchmarks/speed/data.py", "Packing", 15),
+    "checkpoints": Benchmark("benchmarks/checkpoints/checkpoint.py", "Checkpoints", 15),
+    "uploads": Benchmark("benchmarks/checkpoints/uploads.py", "Saves with object storage", 5),
+    "kills": Benchmark("benchmarks/checkpoints/crash.py", "Resuming after kills", 60),
     "successors": Benchmark(
-        "benchmarks/successors.py --cases 50", "Successors that start too early", 30
+        "benchmarks/checkpoints/successors.py --cases 50", "Successors that start too early", 30
     ),
     "store_kills": Benchmark(
-        "benchmarks/store_crash.py --kills 100", "Resuming from object storage after kills", 20
+        "benchmarks/checkpoints/store_crash.py --kills 100",
+        "Resuming from object storage after kills",
+        20,
     ),
     "store_lies": Benchmark(
-        "benchmarks/store_lies.py --lies 60 --seed 1",
+        "benchmarks/checkpoints/store_lies.py --lies 60 --seed 1",
         "Resuming from object storage that gives wrong answers",
         30,
     ),
-    "start": Benchmark("benchmarks/start.py", "Start-up", 5),
+    "start": Benchmark("benchmarks/speed/start.py", "Start-up", 5),
 }
 
 

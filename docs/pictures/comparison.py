@@ -1,4 +1,4 @@
-"""trl_comparison.svg: the losses of llama_ft and TRL over each other. benchmarks/comparison.py has
+"""trl_comparison.svg: the losses of llama_ft and TRL over each other. benchmarks/trl_comparison/comparison.py has
 trained them.
 
     python docs/pictures/comparison.py output/comparison/result.json    # renews comparison.json
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 FIGURES = Path(__file__).resolve().parent / "comparison.json"
-sys.path.append(str(FIGURES.parents[2] / "benchmarks"))
+sys.path.append(str(FIGURES.parents[2]))
 
-from comparison_figure import DESCRIPTION as DESCRIPTION  # noqa: E402
-from comparison_figure import draw_figure  # noqa: E402
+from benchmarks.trl_comparison.comparison_figure import DESCRIPTION as DESCRIPTION  # noqa: E402
+from benchmarks.trl_comparison.comparison_figure import draw_figure  # noqa: E402
 
 # what differs between the directories of two users
 LEFT_OUT = {"model", "train", "validation"}

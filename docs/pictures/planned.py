@@ -1,4 +1,4 @@
-"""planned.svg: every case of benchmarks/plan.py, its planned peak against the measured one."""
+"""planned.svg: every case of benchmarks/planner/plan.py, its planned peak against the measured one."""
 
 import json
 import math
@@ -30,7 +30,7 @@ STEPS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # % that the right plot may end at
 
 
 def name_method(method: str) -> str:
-    """The name in the legend of a method of benchmarks/plan.py, such as dpo_lora."""
+    """The name in the legend of a method of benchmarks/planner/plan.py, such as dpo_lora."""
     kind, _, _ = method.partition("_")
     return METHODS.get(method) or KINDS[kind]
 

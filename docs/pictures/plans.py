@@ -1,7 +1,7 @@
 """Renew the figures of the pictures. `python docs/generate.py` draws them.
 
     python docs/pictures/plans.py           # runs the planner: memory.json and recording.txt
-    python docs/pictures/plans.py FILE      # planned.json, from what benchmarks/plan.py --json wrote
+    python docs/pictures/plans.py FILE      # planned.json, from what benchmarks/planner/plan.py --json wrote
 
 The models' config.json comes from tests/model_shapes.py, as if it had been downloaded: it needs no
 GPU, no weights and no network.

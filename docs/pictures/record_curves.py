@@ -17,10 +17,9 @@ from typing import Any
 
 PICTURES = Path(__file__).resolve().parent
 REPOSITORY = PICTURES.parents[1]
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "benchmarks")]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in (".", "src")]
 
-from comparison_measures import commit, machine  # noqa: E402
-
+from benchmarks.trl_comparison.comparison_measures import commit, machine  # noqa: E402
 from llama_ft.data.smollm2 import HUB_NAME, quickstart_model  # noqa: E402
 
 PACKAGES = ("torch", "transformers", "peft")

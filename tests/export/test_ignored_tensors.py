@@ -77,7 +77,7 @@ TYPES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    return load_script(REPOSITORY / "benchmarks" / "models.py")
+    return load_script(REPOSITORY / "benchmarks" / "model_support" / "models.py")
 
 
 @pytest.fixture(scope="module")

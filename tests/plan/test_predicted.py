@@ -28,7 +28,7 @@ ATTEMPTS = 3
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """benchmarks/plan.py."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return load_script(REPOSITORY / "benchmarks" / "plan.py")
+    return load_script(REPOSITORY / "benchmarks" / "planner" / "plan.py")
 
 
 @pytest.mark.skipif(
@@ -56,7 +56,7 @@ def differences(benchmark: ModuleType, folder: Path) -> set[tuple[str, str]]:
     plans = benchmark.predict(cases, folder, "cpu")
     for ranks in (1, 2):
         job = benchmark.write_job([case for case in cases if case.ranks == ranks], folder, "cpu")
-        finished = forked(REPOSITORY / "benchmarks" / "plan_job.py", job, ranks=ranks)
+        finished = forked(REPOSITORY / "benchmarks" / "planner" / "plan_job.py", job, ranks=ranks)
         assert finished.exit_code == 0, finished.output
     found = set()
     for case in cases:

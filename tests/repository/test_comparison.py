@@ -1,4 +1,4 @@
-"""benchmarks/comparison.py: its data set, its figure, and all of it for three steps with TRL."""
+"""benchmarks/trl_comparison/comparison.py: its data set, its figure, and all of it for three steps with TRL."""
 
 import importlib.util
 import json
@@ -15,13 +15,13 @@ from forked import ENVIRONMENT
 
 from llama_ft.data import build_demo, cache_dir
 
-BENCHMARKS = REPOSITORY / "benchmarks"
+SCRIPT = REPOSITORY / "benchmarks" / "trl_comparison" / "comparison.py"
 FILES = ("train", "validation", "held_out", "pairs", "held_out_pairs")
 
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(REPOSITORY))
     yield
 
 
@@ -39,7 +39,7 @@ def read_lines(file: Path) -> list[Any]:
 
 
 def test_the_same_seed_writes_the_same_data_and_no_message_twice(tmp_path: Path) -> None:
-    from comparison_data import write_tickets
+    from benchmarks.trl_comparison.comparison_data import write_tickets
 
     write_tickets(tmp_path / "first")
     write_tickets(tmp_path / "second")
@@ -54,7 +54,7 @@ def test_the_same_seed_writes_the_same_data_and_no_message_twice(tmp_path: Path)
 
 
 def test_a_rejected_response_has_exactly_one_wrong_field(tmp_path: Path) -> None:
-    from comparison_data import write_tickets
+    from benchmarks.trl_comparison.comparison_data import write_tickets
 
     write_tickets(tmp_path)
     for pair in read_lines(tmp_path / "pairs.jsonl"):
@@ -65,7 +65,7 @@ def test_a_rejected_response_has_exactly_one_wrong_field(tmp_path: Path) -> None
 
 
 def test_the_figure_has_every_step_and_evaluation_of_both_sides() -> None:
-    from comparison_figure import draw_figure
+    from benchmarks.trl_comparison.comparison_figure import draw_figure
 
     side = {
         "losses": [2.0, 1.5, 1.0],
@@ -88,7 +88,7 @@ def test_the_recipes_batches_are_planned_in_this_process(
 ) -> None:
     """All that the comparison asks of llama_ft itself: without TRL nothing else would notice that a
     name has changed."""
-    import comparison
+    from benchmarks.trl_comparison import comparison
 
     model = build_demo(cache_dir()).model_dir
     words = f"comparison.py --folder {tmp_path} --length 256 --ranks 2 --micro_batch 2 --steps 3"
@@ -104,7 +104,7 @@ def test_the_recipes_batches_are_planned_in_this_process(
 @pytest.mark.slow
 @pytest.mark.skipif(python_with_trl() is None, reason="TRL is not installed: make comparison")
 def test_three_steps_of_every_training_are_the_same_in_trl(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "comparison.py"), "--folder", str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path)]
     command += ["--trl_python", str(python_with_trl()), "--model"]
     command += [str(build_demo(cache_dir()).model_dir), "--length", "256", "--seed", "3"]
     command += ["--steps", "3", "--eval_steps", "2", "--dpo_steps", "3", "--dpo_eval_steps", "2"]

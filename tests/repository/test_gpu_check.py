@@ -63,8 +63,8 @@ def test_an_unknown_part_is_a_user_error(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failed_computation_is_recorded_and_the_others_still_run(tmp_path: Path) -> None:
-    sys.path.insert(0, str(SCRIPT.parent))
-    from gpu_bench import Bench  # type: ignore[import-not-found]
+    sys.path.insert(0, str(REPOSITORY))
+    from benchmarks.gpu.gpu_bench import Bench
 
     bench = Bench(tmp_path / "results", tmp_path / "scratch", 200)
     checks: dict[str, list[str]] = {"torch": [], "no such library": [], "fire": []}
@@ -116,8 +116,8 @@ def test_every_part_that_runs_a_recipe_passes_on_the_cpu(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_failed_and_slow_cases_are_recorded_and_the_others_still_run(tmp_path: Path) -> None:
     """SGD's update asks on the host whether the step has failed."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    from gpu_bench import Bench  # type: ignore[import-not-found]
+    sys.path.insert(0, str(REPOSITORY))
+    from benchmarks.gpu.gpu_bench import Bench
 
     bench = Bench(tmp_path / "results", tmp_path / "scratch", 400)
     flags = [*bench.tiny(), "--max_train_step", "3", "--device", "cpu"]

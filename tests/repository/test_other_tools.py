@@ -1,4 +1,4 @@
-"""benchmarks/other_tools.py: published figures of other tools stand beside plans on the page."""
+"""benchmarks/planner/other_tools.py: published figures of other tools stand beside plans on the page."""
 
 import json
 import re
@@ -16,7 +16,7 @@ CHEAP_ROW = 3  # litgpt's LoRA of 7B
 @pytest.fixture
 def other_tools(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return load_script(REPOSITORY / "benchmarks" / "other_tools.py")
+    return load_script(REPOSITORY / "benchmarks" / "planner" / "other_tools.py")
 
 
 def rows_of_the_page(other_tools: ModuleType) -> list[list[str]]:

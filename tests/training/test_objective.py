@@ -231,8 +231,8 @@ def test_forward_and_backward_make_the_host_wait_for_nothing(
 ) -> None:
     """Operators that would wait for a GPU are counted. Without the notes, Transformers' masks run
     one to four."""
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    gpu_child = importlib.import_module("gpu_child")
+    sys.path.insert(0, str(REPOSITORY))
+    gpu_child = importlib.import_module("benchmarks.gpu.gpu_child")
     replace_functions()  # as building a model does
     ours = BuiltModel(LlamaForCausalLM(model.config))
     if is_packed:

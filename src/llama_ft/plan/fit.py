@@ -28,7 +28,7 @@ from llama_ft.plan.predict import predict
 from llama_ft.plan.types import Plan, PlanRequest, Recipe
 from llama_ft.runtime.devices import PRECISIONS
 
-USABLE = 0.97  # plans are right within 3% (measured with benchmarks/plan.py)
+USABLE = 0.97  # plans are right within 3% (measured with benchmarks/planner/plan.py)
 MAX_PROPOSALS = 3
 SMALL_GPU = 24 * 2**30  # bytes
 MOST_RANKS = 8  # ranks are doubled up to here, the GPUs of most nodes

@@ -8,7 +8,7 @@ import pytest
 from conftest import REPOSITORY, run
 from forked import AT_THE_START
 
-SCRIPT = REPOSITORY / "benchmarks" / "serve.py"
+SCRIPT = REPOSITORY / "benchmarks" / "serving" / "serve.py"
 
 
 @pytest.mark.slow

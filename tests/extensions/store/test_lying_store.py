@@ -34,9 +34,9 @@ STATE = {"progress": {"best": {"step": 0}}}
 
 @pytest.fixture(scope="module")
 def lying() -> Iterator[Any]:
-    """The module benchmarks/lying_store.py."""
+    """The module benchmarks/checkpoints/lying_store.py."""
     with environment({**AWS, "AWS_MAX_ATTEMPTS": "1"}):
-        yield load_script(REPOSITORY / "benchmarks" / "lying_store.py")
+        yield load_script(REPOSITORY / "benchmarks" / "checkpoints" / "lying_store.py")
 
 
 @pytest.fixture(scope="module")

@@ -115,10 +115,10 @@ def test_every_option_is_a_field_of_pefts_configs() -> None:
 
 @pytest.fixture
 def save_small(tmp_path: Path) -> Callable[[str], Path]:
-    """Write a small model as benchmarks/models.py builds it."""
+    """Write a small model as benchmarks/model_support/models.py builds it."""
     import transformers
 
-    bench = load_script(REPOSITORY / "benchmarks" / "models.py")
+    bench = load_script(REPOSITORY / "benchmarks" / "model_support" / "models.py")
 
     def save(model_type: str) -> Path:
         torch.manual_seed(0)

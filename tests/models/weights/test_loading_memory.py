@@ -1,7 +1,7 @@
 """No rank holds more than its shards and a part of one tensor while a model loads, measured from
 outside the process.
 
-benchmarks/loading.py measures; what is allowed is worked out here, from the model's shape. The
+benchmarks/speed/loading.py measures; what is allowed is worked out here, from the model's shape. The
 bounds are those the benchmark checks, with twice the room above a rank's own shards."""
 
 import importlib
@@ -46,10 +46,10 @@ ALLOWANCE = 64 * 2**20
 
 
 def benchmark() -> ModuleType:
-    """benchmarks/loading.py as a module, under a name by which the processes it starts find it
+    """benchmarks/speed/loading.py as a module, under a name by which the processes it starts find it
     too."""
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    return importlib.import_module("loading")
+    sys.path.insert(0, str(REPOSITORY))
+    return importlib.import_module("benchmarks.speed.loading")
 
 
 @pytest.fixture(scope="module")

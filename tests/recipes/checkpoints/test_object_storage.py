@@ -30,7 +30,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def crash() -> ModuleType:
-    return load_script(REPOSITORY / "benchmarks" / "crash.py")
+    return load_script(REPOSITORY / "benchmarks" / "checkpoints" / "crash.py")
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_a_store_that_stops_answering_does_not_stop_the_run(
 def test_runs_killed_at_random_moments_on_disks_that_are_lost_equal_the_undisturbed_one(
     tmp_path: Path,
 ) -> None:
-    script = str(REPOSITORY / "benchmarks" / "store_crash.py")
+    script = str(REPOSITORY / "benchmarks" / "checkpoints" / "store_crash.py")
     finished = run([sys.executable, script, "--kills", "12", "--folder", str(tmp_path)], 900)
     assert finished.exit_code == 0, finished.output
     assert "12 kills in " in finished.output

@@ -107,7 +107,7 @@ STORES: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
 def test_a_run_killed_during_an_upload_continues_on_an_empty_disk(
     kind: str, tmp_path: Path
 ) -> None:
-    crash: ModuleType = load_script(REPOSITORY / "benchmarks" / "crash.py")
+    crash: ModuleType = load_script(REPOSITORY / "benchmarks" / "checkpoints" / "crash.py")
     crash.write_inputs(tmp_path)
     flags = [*crash.FLAGS, "--model_name", f"{tmp_path}/model", "--no_plan"]
     flags += ["--dataset", f"{tmp_path}/rows.jsonl"]

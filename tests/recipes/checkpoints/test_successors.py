@@ -1,4 +1,4 @@
-"""Runs that overlap in one directory: benchmarks/successors.py, with few cases."""
+"""Runs that overlap in one directory: benchmarks/checkpoints/successors.py, with few cases."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, run
 
-SCRIPT = REPOSITORY / "benchmarks" / "successors.py"
+SCRIPT = REPOSITORY / "benchmarks" / "checkpoints" / "successors.py"
 CASES = 3
 # all endings, with and without checkpoints at intervals, 1 and 2 successors, before and after the end
 SEED = "268"

@@ -1,4 +1,4 @@
-"""Runs that are killed and resumed are the runs that were never stopped: benchmarks/crash.py, with
+"""Runs that are killed and resumed are the runs that were never stopped: benchmarks/checkpoints/crash.py, with
 few kills."""
 
 import json
@@ -13,7 +13,7 @@ from forked import forked
 
 from llama_ft.extensions.report.run import read_run
 
-SCRIPT = REPOSITORY / "benchmarks" / "crash.py"
+SCRIPT = REPOSITORY / "benchmarks" / "checkpoints" / "crash.py"
 KILLED = Path(__file__).with_name("killed_job.py")
 
 

@@ -34,7 +34,7 @@ START_AGAIN = 138
 
 @pytest.fixture(scope="module")
 def crash() -> ModuleType:
-    return load_script(REPOSITORY / "benchmarks" / "crash.py")
+    return load_script(REPOSITORY / "benchmarks" / "checkpoints" / "crash.py")
 
 
 @pytest.fixture(scope="module")

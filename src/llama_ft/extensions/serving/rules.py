@@ -1,4 +1,4 @@
-"""Rules of inference servers about LoRA adapters, by version. benchmarks/server_rules.py has read
+"""Rules of inference servers about LoRA adapters, by version. benchmarks/serving/server_rules.py has read
 them from the servers' source into rules.json."""
 
 import json

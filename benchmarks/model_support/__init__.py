@@ -1,0 +1,1 @@
+"""The families of Transformers, one small model each: docs/reference/model-support.md."""

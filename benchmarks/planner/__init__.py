@@ -1,0 +1,1 @@
+"""Plans against measured memory and published figures, and the figures in configs and pages."""

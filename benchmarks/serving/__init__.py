@@ -1,0 +1,1 @@
+"""Trained adapters and models served by vLLM, and the rules of inference servers."""
