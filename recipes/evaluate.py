@@ -19,7 +19,7 @@ if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.s
 from llama_ft.config import FSDPConfig  # noqa: E402
 from llama_ft.config.home import expanded  # noqa: E402
 from llama_ft.errors import UserError, before_imports  # noqa: E402
-from llama_ft.evaluation.flags import Evaluation, ModelToEvaluate, read_evaluate_flags  # noqa: E402
+from llama_ft.evaluation.flags import EvaluationRequest, ModelToEvaluate, read_evaluate_flags  # noqa: E402
 
 if __name__ == "__main__":
     with before_imports():
@@ -45,7 +45,7 @@ from llama_ft.runtime import Ranks, log  # noqa: E402
 TASK_SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "batch_size")
 
 
-def main(what: Evaluation) -> None:
+def main(what: EvaluationRequest) -> None:
     """Load each model, evaluate it, and print the tables."""
     flags = what.flags
     with runtime.start(
@@ -86,7 +86,7 @@ def evaluate(
     candidate: ModelToEvaluate,
     tokenizer: PreTrainedTokenizerBase | None,
     tasks: Any,
-    what: Evaluation,
+    what: EvaluationRequest,
     ranks: Ranks,
     reported: set[str],
 ) -> tuple[Evaluated, PreTrainedTokenizerBase]:

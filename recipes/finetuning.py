@@ -103,10 +103,11 @@ def build_model(
     )
     built = models.build_requested(request)
     model = built.model
-    if parts := models.describe_towers(built):  # of a model that takes more than text
-        report(parts)
+    if towers := models.describe_towers(built):  # of a model that takes more than text
+        report(towers)
     if quantization is not None:
-        log.info(models.quantize_linears(built, quantization))
+        quantized = models.quantize_linears(built, quantization)
+        log.info(str(quantized))  # which layers, and how many weights
     models.fuse_layers(model, config.model, config.train)
     if config.data.batching_strategy == "packing":
         built.mixers = models.use_packed_attention(built, ranks)
@@ -176,7 +177,7 @@ def train_step(
     sums = training.reduce_losses_and_norm(losses, gradients, ranks)
     norm = sums[1]  # of the gradients, before clipping
     training.clip_grad_norm(gradients, norm, loop.settings)
-    # Gradients are complete here: `gradients` are this rank's part of each, on ranks.storage_device.
+    # Gradients are complete here: `gradients` are this rank's shard of each, on ranks.storage_device.
     # Frozen parameters have none. Replicas (DDP, HYBRID_SHARD) have equal gradients, and must draw
     # equal noise: seed its generator with the step and ranks.shard.rank.
     outcome = training.StepOutcome(step, losses, count, sums)

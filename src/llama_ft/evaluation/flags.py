@@ -114,7 +114,7 @@ class ModelToEvaluate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationRequest:
     """The models and the samples to evaluate. `config` selects the samples, and a text describes
     them ("": only tasks are evaluated). They are a split of config.data.dataset or (None) its
     validation set."""
@@ -126,7 +126,7 @@ class Evaluation:
     split: Split | None
 
 
-def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
+def read_evaluate_flags(argv: list[str], description: str) -> EvaluationRequest:
     """Return what to evaluate. Raises UserError with all errors."""
     flags, parsed, errors = read(argv, EvaluateFlags, description, EARLIER_FLAGS)
     errors += [*check_models(flags), *check_output(flags.output)]
@@ -170,7 +170,7 @@ def _selection(settings: DataConfig) -> list[Any]:
 
 def _select_samples(
     flags: EvaluateFlags, models: list[ModelToEvaluate], given: Set[str]
-) -> Evaluation:
+) -> EvaluationRequest:
     """Select the samples by the given flags, or else as in the first model's run."""
     runs = [(place, run) for place, run, _ in models if run is not None]
     place, run = runs[0] if runs else (models[0].place, Config())
@@ -216,4 +216,4 @@ def _select_samples(
     settings = replace(run.data, **changed)
     train = replace(run.train, **evaluated)
     config = replace(run, data=settings, train=train)
-    return Evaluation(flags, models, config, samples, split)
+    return EvaluationRequest(flags, models, config, samples, split)

@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import data, models, training
 from llama_ft.config import Config
 from llama_ft.errors import UserError, reason
-from llama_ft.evaluation.flags import EvaluateFlags, Evaluation, ModelToEvaluate
+from llama_ft.evaluation.flags import EvaluateFlags, EvaluationRequest, ModelToEvaluate
 from llama_ft.inference.load import LoadedModel
 from llama_ft.models.base.replaced import weights_stay_tied
 from llama_ft.runtime import Ranks, log
@@ -34,7 +34,7 @@ def prepare_samples(
     request: models.ModelRequest,
     tokenizer: PreTrainedTokenizerBase,
     candidate: ModelToEvaluate,
-    what: Evaluation,
+    what: EvaluationRequest,
     ranks: Ranks,
 ) -> data.TokenizedData:
     """Tokenize the samples, or take them from the cache, before the model is built: samples with
@@ -80,7 +80,7 @@ def measure_loss(
     opened: LoadedModel,
     tokenized: data.TokenizedData,
     candidate: ModelToEvaluate,
-    what: Evaluation,
+    what: EvaluationRequest,
     ranks: Ranks,
     reported: set[str],
 ) -> dict[str, float]:
@@ -139,7 +139,7 @@ def measure_loss(
 
 
 def _sets(
-    tokenized: data.TokenizedData, candidate: ModelToEvaluate, what: Evaluation
+    tokenized: data.TokenizedData, candidate: ModelToEvaluate, what: EvaluationRequest
 ) -> dict[str, Dataset]:
     """Return the sets to evaluate by name: the requested split, or else the validation sets."""
     sets = tokenized.validations

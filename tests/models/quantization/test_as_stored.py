@@ -51,7 +51,7 @@ def build(folder: Path, settings: QuantizationConfig = AS_STORED) -> tuple[Built
     quantization = choose_quantization(settings, config, use_peft=True)
     assert quantization is not None
     built = build_on_meta(config, ModelConfig(model_name=str(folder)), folder=folder)
-    return built, quantize_linears(built, quantization)
+    return built, str(quantize_linears(built, quantization))
 
 
 def dequantized(folder: Path, built: BuiltModel, parts: int = 37) -> Tensors:

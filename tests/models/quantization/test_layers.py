@@ -176,7 +176,7 @@ def test_layers_that_are_not_quantized_are_listed(tiny_model: Path) -> None:
     )
     quantization = choose_quantization(settings, config, use_peft=True)
     assert quantization is not None
-    summary = quantize_linears(built, quantization)
+    summary = str(quantize_linears(built, quantization))
     assert "Quantized to 4bit (nf4, blocks of 32): 11 linear layers" in summary
     # the latter have no whole blocks
     left_out = ["0.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"]

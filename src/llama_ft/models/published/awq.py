@@ -11,13 +11,7 @@ from math import ceil
 import torch
 
 from llama_ft.models.base.source import SafetensorsSource, WeightSource
-from llama_ft.models.published.gptq import (
-    ColumnFormat,
-    ColumnWeight,
-    find_scales,
-    names_of_codes,
-)
-from llama_ft.models.published.packed_weights import PackedWeight
+from llama_ft.models.published.gptq import ColumnFormat, ColumnWeight, find_scales
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of 8 outputs in its word
 
@@ -38,27 +32,23 @@ class AwqWeight(ColumnWeight):
 class Awq(ColumnFormat):
     """Checkpoints of AWQ."""
 
-    part_names = (".qweight", ".qzeros", ".scales")
+    tensor_suffixes = (".qweight", ".qzeros", ".scales")
     layouts = ("gemm",)
     known_bits = (4,)
 
-    def find(self, source: WeightSource) -> dict[str, PackedWeight]:
-        """See `WeightFormat`."""
+    def weight(self, source: WeightSource, codes: str) -> AwqWeight:
+        """See `ColumnFormat`."""
         per_word = 32 // self.bits
-        weights = dict[str, PackedWeight]()
-        for codes in names_of_codes(source):
-            prefix = codes.removesuffix("qweight")
-            inputs, words = source.tensors[codes].shape
-            outputs = words * per_word
-            group_size = self.group_size(inputs)
-            groups = ceil(inputs / group_size)
-            scale, zero_point = find_scales(source, codes, outputs, groups, per_word)
-            weights[f"{prefix}weight"] = AwqWeight(
-                codes=codes,
-                scale=scale,
-                shape=(outputs, inputs),
-                zero_point=zero_point,
-                bits=self.bits,
-                group_size=group_size,
-            )
-        return weights
+        inputs, words = source.tensors[codes].shape
+        outputs = words * per_word
+        group_size = self.group_size(inputs)
+        groups = ceil(inputs / group_size)
+        scale, zero_point = find_scales(source, codes, outputs, groups, per_word)
+        return AwqWeight(
+            codes=codes,
+            scale=scale,
+            shape=(outputs, inputs),
+            zero_point=zero_point,
+            bits=self.bits,
+            group_size=group_size,
+        )

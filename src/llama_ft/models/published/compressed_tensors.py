@@ -21,7 +21,7 @@ from llama_ft.models.published.packed_weights import (
     ScaledWeight,
     damaged,
     find_number,
-    find_part,
+    find_tensor,
     fitting_block,
     matrix_shape,
     unpacked_codes,
@@ -58,7 +58,7 @@ class CompressedWeight(BlockWeight):
     shape_name: str | None = None  # of the tensor that holds the shape of packed integers
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """See `PackedWeight`."""
         names = (self.codes, self.scale, self.zero_point, self.shape_name)
         return tuple(name for name in names if name is not None)
@@ -96,7 +96,7 @@ def _integers(words: torch.Tensor, bits: int) -> torch.Tensor:
 class CompressedTensors(WeightFormat):
     """Checkpoints of compressed-tensors."""
 
-    part_names = ("_packed", "_scale", "_zero_point")
+    tensor_suffixes = ("_packed", "_scale", "_zero_point")
 
     def check(self) -> None:
         """See `WeightFormat`."""
@@ -147,8 +147,8 @@ class CompressedTensors(WeightFormat):
             needed = [scale, f"{name}_shape"] if is_packed else [scale]
             if has_zero_points:
                 needed.append(zero_point)
-            for part in needed:
-                find_part(source, codes, [part])
+            for stored_name in needed:
+                find_tensor(source, codes, [stored_name])
             shape = matrix_shape(codes, header)
             bits = None
             if is_packed:
@@ -218,7 +218,7 @@ def _packed_fp4(source: WeightSource, codes: str, name: str, schemes: list[Schem
     header = source.tensors[codes]
     rows, columns = matrix_shape(codes, header)
     shape = (rows, columns * 2)
-    scale = find_part(source, codes, [f"{name}_scale"])
+    scale = find_tensor(source, codes, [f"{name}_scale"])
     global_scale = None
     if source.tensors[scale].dtype != torch.uint8:
         global_scale = find_number(source, codes, f"{name}_global_scale")

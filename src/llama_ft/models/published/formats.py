@@ -30,9 +30,9 @@ def published_format(settings: Mapping[str, Any]) -> WeightFormat | None:
     return weight_format
 
 
-def names_of_parts() -> tuple[str, ...]:
+def tensor_suffixes() -> tuple[str, ...]:
     """Return the ends of the names of codes, scales and zero points of all formats."""
-    return tuple(name for method in FORMATS for name in _load(method).part_names)
+    return tuple(name for method in FORMATS for name in _load(method).tensor_suffixes)
 
 
 def methods_kept_as_stored() -> list[str]:

@@ -17,7 +17,7 @@ from llama_ft.models.published.packed_weights import (
     FP8,
     PackedWeight,
     ScaledWeight,
-    find_part,
+    find_tensor,
     fitting_block,
     matrix_shape,
 )
@@ -92,7 +92,7 @@ class StoredFp8(StoredScheme):
 class Fp8(WeightFormat):
     """FP8 checkpoints, with the FP4 experts of DeepSeek V4."""
 
-    part_names = ("_scale_inv", "_scale")
+    tensor_suffixes = ("_scale_inv", "_scale")
     scheme: ClassVar[type[StoredScheme]] = StoredFp8
 
     def check(self) -> None:
@@ -137,4 +137,4 @@ def _find_scale(source: WeightSource, name: str) -> str:
     names = [f"{name}_scale_inv", f"{name}_scale"]
     if last == "weight":
         names = [f"{prefix}.{suffix}" for suffix in SCALES]
-    return find_part(source, name, names)
+    return find_tensor(source, name, names)

@@ -21,7 +21,7 @@ from llama_ft.models.published.packed_weights import (
     PackedWeight,
     check_header,
     damaged,
-    find_part,
+    find_tensor,
     unpacked_codes,
 )
 from llama_ft.models.published.quantization_config import is_positive, unsupported, wrong_setting
@@ -41,7 +41,7 @@ class ColumnWeight(PackedWeight):
     zero_offset: int = 0  # added to stored zero points
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """See `PackedWeight`."""
         names = (self.codes, self.scale, self.zero_point, self.group_index)
         return tuple(name for name in names if name is not None)
@@ -145,42 +145,51 @@ class ColumnFormat(WeightFormat):
             return DEFAULT_GROUP
         return inputs if size == -1 else int(size)
 
+    def find(self, source: WeightSource) -> dict[str, PackedWeight]:
+        """See `WeightFormat`."""
+        weights = dict[str, PackedWeight]()
+        for codes in names_of_codes(source):
+            prefix = codes.removesuffix("qweight")
+            weights[f"{prefix}weight"] = self.weight(source, codes)
+        return weights
+
+    def weight(self, source: WeightSource, codes: str) -> ColumnWeight:
+        """Return the weight whose codes have this name. Raises UserError if its other tensors are
+        missing or do not fit."""
+        raise NotImplementedError
+
 
 class Gptq(ColumnFormat):
     """Checkpoints of GPTQ."""
 
-    part_names = (".qweight", ".qzeros", ".scales", ".g_idx")
+    tensor_suffixes = (".qweight", ".qzeros", ".scales", ".g_idx")
     layouts = ("gptq", "gptq_v2")
     known_bits = (4, 8)
 
-    def find(self, source: WeightSource) -> dict[str, PackedWeight]:
-        """See `WeightFormat`."""
+    def weight(self, source: WeightSource, codes: str) -> ColumnWeight:
+        """See `ColumnFormat`."""
         per_word = 32 // self.bits
-        weights = dict[str, PackedWeight]()
-        for codes in names_of_codes(source):
-            prefix = codes.removesuffix("qweight")
-            words, outputs = source.tensors[codes].shape
-            inputs = words * per_word
-            index = f"{prefix}g_idx"
-            has_index = index in source.tensors
-            group_size = self.group_size(inputs)
-            groups = None
-            if has_index:
-                check_header(source, index, (inputs,), torch.int32)
-            else:
-                groups = ceil(inputs / group_size)
-            scale, zero_point = find_scales(source, codes, outputs, groups, per_word)
-            weights[f"{prefix}weight"] = ColumnWeight(
-                codes=codes,
-                scale=scale,
-                shape=(outputs, inputs),
-                zero_point=zero_point,
-                bits=self.bits,
-                group_size=group_size,
-                group_index=index if has_index else None,
-                zero_offset=0 if self.layout == "gptq_v2" else 1,
-            )
-        return weights
+        words, outputs = source.tensors[codes].shape
+        inputs = words * per_word
+        index = f"{codes.removesuffix('qweight')}g_idx"
+        has_index = index in source.tensors
+        group_size = self.group_size(inputs)
+        groups = None
+        if has_index:
+            check_header(source, index, (inputs,), torch.int32)
+        else:
+            groups = ceil(inputs / group_size)
+        scale, zero_point = find_scales(source, codes, outputs, groups, per_word)
+        return ColumnWeight(
+            codes=codes,
+            scale=scale,
+            shape=(outputs, inputs),
+            zero_point=zero_point,
+            bits=self.bits,
+            group_size=group_size,
+            group_index=index if has_index else None,
+            zero_offset=0 if self.layout == "gptq_v2" else 1,
+        )
 
 
 def names_of_codes(source: WeightSource) -> list[str]:
@@ -200,8 +209,8 @@ def find_scales(
     """Return the names of the scales and zero points. Raises UserError if one is missing, or its
     shape does not fit. `groups` is None if only g_idx tells their number."""
     prefix = codes.removesuffix("qweight")
-    scale = find_part(source, codes, [f"{prefix}scales"])
-    zero_point = find_part(source, codes, [f"{prefix}qzeros"])
+    scale = find_tensor(source, codes, [f"{prefix}scales"])
+    zero_point = find_tensor(source, codes, [f"{prefix}qzeros"])
     stored = source.tensors[scale]
     if groups is None:
         groups = stored.shape[0] if stored.shape else 0

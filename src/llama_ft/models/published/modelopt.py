@@ -16,7 +16,7 @@ from llama_ft.models.published.packed_weights import (
     PackedWeight,
     ScaledWeight,
     find_number,
-    find_part,
+    find_tensor,
     fitting_block,
     matrix_shape,
 )
@@ -30,7 +30,7 @@ NVFP4_BLOCK = (1, 16)
 class ModelOpt(WeightFormat):
     """Checkpoints of ModelOpt."""
 
-    part_names = ("_scale",)
+    tensor_suffixes = ("_scale",)
 
     def check(self) -> None:
         """See `WeightFormat`."""
@@ -51,7 +51,7 @@ class ModelOpt(WeightFormat):
             if not is_weight:
                 continue
             rows, columns = matrix_shape(name, header)
-            scale = find_part(source, name, [f"{name}_scale"])
+            scale = find_tensor(source, name, [f"{name}_scale"])
             factor = None
             blocks = [(rows, columns)]
             if is_fp4:

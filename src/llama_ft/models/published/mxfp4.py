@@ -14,7 +14,7 @@ from llama_ft.models.base.source import SafetensorsSource, StoredTensor, WeightS
 from llama_ft.models.published.packed_weights import (
     PackedWeight,
     damaged,
-    find_part,
+    find_tensor,
     fp4_values,
     read_matrix,
     scale_values,
@@ -78,7 +78,7 @@ class StoredMxfp4(StoredScheme):
 class Mxfp4(WeightFormat):
     """Checkpoints with experts in MXFP4."""
 
-    part_names = ("_blocks", "_scales")
+    tensor_suffixes = ("_blocks", "_scales")
     scheme: ClassVar[type[StoredScheme]] = StoredMxfp4
 
     def describe(self) -> str:
@@ -92,7 +92,7 @@ class Mxfp4(WeightFormat):
             if not codes.endswith("_blocks"):
                 continue
             name = codes.removesuffix("_blocks")
-            scale = find_part(source, codes, [f"{name}_scales"])
+            scale = find_tensor(source, codes, [f"{name}_scales"])
             grid = header.shape[:-1]
             fits = len(header.shape) == 4 and header.shape[-1] == 16
             _check_bytes(source, codes, fits, "[experts, out, in / 32, 16]")

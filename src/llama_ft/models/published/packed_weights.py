@@ -29,7 +29,7 @@ class PackedWeight:
     is_transposed: ClassVar[bool] = False
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """The names of all its tensors."""
         return self.codes, self.scale
 
@@ -84,7 +84,7 @@ class ScaledWeight(BlockWeight):
     code_dtype: torch.dtype | None = None
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """See `PackedWeight`."""
         names = (self.codes, self.scale, self.global_scale)
         return tuple(name for name in names if name is not None)
@@ -136,8 +136,8 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
     return scale.float()
 
 
-def find_part(source: WeightSource, codes: str, names: Sequence[str]) -> str:
-    """Return the first of the possible names of a part of a weight that the files have. Raises
+def find_tensor(source: WeightSource, codes: str, names: Sequence[str]) -> str:
+    """Return the first of the possible names of a tensor of a weight that the files have. Raises
     UserError if they have none."""
     for name in names:
         if name in source.tensors:
@@ -148,8 +148,8 @@ def find_part(source: WeightSource, codes: str, names: Sequence[str]) -> str:
 
 
 def find_number(source: WeightSource, codes: str, name: str) -> str:
-    """Return the name of a part that is one number. Raises UserError if it is missing or is not."""
-    find_part(source, codes, [name])
+    """Return the name of a tensor that is one number. Raises UserError if it is missing or is not."""
+    find_tensor(source, codes, [name])
     header = source.tensors[name]
     size = torch.Size(header.shape).numel()
     if size != 1:

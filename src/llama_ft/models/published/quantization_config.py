@@ -12,11 +12,11 @@ from llama_ft.errors import UserError
 
 
 def find_quantization_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the quantization_config of a config.json, or of one of its parts: Transformers reads
+    """Return the quantization_config of a config.json, or of one of its sections: Transformers reads
     that of a text_config, too. Raises UserError if it cannot be one."""
-    for part in (settings, *settings.values()):
-        if isinstance(part, Mapping) and part.get("quantization_config"):
-            quantization: dict[str, Any] = part["quantization_config"]
+    for section in (settings, *settings.values()):
+        if isinstance(section, Mapping) and section.get("quantization_config"):
+            quantization: dict[str, Any] = section["quantization_config"]
             if not isinstance(quantization, dict):
                 raise wrong_setting("", quantization, "settings by name")
             method = quantization.get("quant_method")
@@ -34,10 +34,10 @@ def check_quantization_config(folder: Path) -> None:
 def remove_quantization_config(model_config: PretrainedConfig) -> dict[str, Any] | None:
     """Remove the quantization_config from a model's config, and return it."""
     removed = find_quantization_config(model_config.to_dict())
-    parts = [getattr(model_config, name, None) for name in model_config.sub_configs]
-    for part in (model_config, model_config.get_text_config(), *parts):
-        if part is not None:
-            vars(part).pop("quantization_config", None)
+    sections = [getattr(model_config, name, None) for name in model_config.sub_configs]
+    for section in (model_config, model_config.get_text_config(), *sections):
+        if section is not None:
+            vars(section).pop("quantization_config", None)
     return removed
 
 

@@ -75,7 +75,7 @@ def open_dequantized(folder: Path) -> WeightSource:
 def dequantized_dtype(settings: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of dequantized weights: that of a config.json, or bf16."""
     text = settings.get("text_config") or {}
-    names = [part.get(key) for part in (settings, text) for key in ("dtype", "torch_dtype")]
+    names = [section.get(key) for section in (settings, text) for key in ("dtype", "torch_dtype")]
     name = next((name for name in names if name), "bfloat16")
     return READ_AS.get(str(name), torch.bfloat16)
 
@@ -99,8 +99,8 @@ class DequantizedSource(WeightSource):
             file = source.tensors[packed.codes].file
             if name != packed.codes and name in source.tensors:
                 raise damaged(file, f"{name} is stored twice: {packed.codes} is the same weight")
-            for part in packed.parts:
-                self.tensors.pop(part, None)
+            for stored_name in packed.tensor_names:
+                self.tensors.pop(stored_name, None)
             self.tensors[name] = StoredTensor(
                 file, packed.shape, dtype, is_dequantized=True, packed=packed
             )

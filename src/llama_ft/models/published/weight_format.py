@@ -20,14 +20,14 @@ class WeightFormat:
     """A format of quantized weights, and one checkpoint's settings of it.
 
     Attributes:
-        part_names: ends of the names of its codes, scales and zero points. A message about tensors
+        tensor_suffixes: ends of the names of its codes, scales and zero points. A message about tensors
             that no weight needs tells them from others.
         unused: ends of the names of tensors that are not read. These are of activations and of the
             cache of keys and values, which stay in 16 bits here.
         scheme: keeps weights as they are stored (`--quantization as_stored`); None: not supported.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ()
+    tensor_suffixes: ClassVar[tuple[str, ...]] = ()
     unused: ClassVar[tuple[str, ...]] = (
         ".activation_scale",
         ".input_scale",

@@ -20,7 +20,7 @@ from llama_ft.models.quantization.layers import FourBit
 PART = re.compile(r"(.*\.weight)\.((nested_)?(absmax|quant_map)|quant_state\..*)")
 
 
-def is_part(name: str, keys: Container[str]) -> bool:
+def belongs_to_4bit(name: str, keys: Container[str]) -> bool:
     """Return whether a stored tensor describes the quantization of one of the weights `keys`."""
     match = PART.fullmatch(name)
     return match is not None and match[1] in keys

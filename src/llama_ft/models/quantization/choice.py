@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -130,9 +131,38 @@ def _as_stored(
     )
 
 
-def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """What `quantize_linears` has quantized. As a text, it is a line of the log.
+
+    Attributes:
+        scheme: how the weights are stored.
+        linears: names of the quantized linear layers.
+        stacks: names of the quantized stacks of experts; None for a model without stacks.
+        unchanged: names of the linear layers and stacks that stay as they are.
+        count: the number of quantized weights.
+        total: the number of all weights of the model.
+    """
+
+    scheme: Scheme
+    linears: list[str]
+    stacks: list[str] | None
+    unchanged: list[str]
+    count: int
+    total: int
+
+    def __str__(self) -> str:
+        verb = "Kept in" if isinstance(self.scheme, StoredScheme) else "Quantized to"
+        experts = "" if self.stacks is None else f" and {len(self.stacks)} stacks of experts"
+        return (
+            f"{verb} {self.scheme.name}: {len(self.linears)} linear layers{experts}, {self.count:,} of {self.total:,} "
+            f"weights; not quantized: {listed(self.unchanged)}"
+        )
+
+
+def quantize_linears(built: BuiltModel, quantization: Quantization) -> QuantizedWeights:
     """Replace linear layers and stacked experts of a model on the meta device by quantized ones.
-    Return a log text. Raises UserError if no linear layer remains to be quantized, or a name to
+    Raises UserError if no linear layer remains to be quantized, or a name to
     skip does not exist in the model."""
     model = built.model
     scheme = quantization.scheme
@@ -148,15 +178,9 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     names = [*linears, *stacks]
     if not is_prequantized:
         _check_skipped(quantization.skip or (), names)
-    gates = set() if is_prequantized else _gates(model)
-    chosen = {
-        name: module
-        for name, module in linears.items()
-        if quantization.linears
-        and module not in gates
-        and should_convert_module(name, skip)
-        and should_convert_module(f"{name}.weight", skip)
-    }
+    chosen = dict[str, nn.Linear]()
+    if quantization.linears:
+        chosen = _not_skipped(linears, skip, set() if is_prequantized else _gates(model))
     whole = {
         name: linear
         for name, linear in chosen.items()
@@ -188,12 +212,26 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     weights = sum(linear.weight.numel() for linear in whole.values())
     weights += sum(stacked.values())
     unchanged = [name for name in names if name not in whole | stacked]
-    experts = f" and {len(stacked)} stacks of experts" if stacks else ""
-    verb = "Kept in" if isinstance(scheme, StoredScheme) else "Quantized to"
-    return (
-        f"{verb} {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
-        f"weights; not quantized: {listed(unchanged)}"
+    return QuantizedWeights(
+        scheme=scheme,
+        linears=list(whole),
+        stacks=list(stacked) if stacks else None,
+        unchanged=unchanged,
+        count=weights,
+        total=total_weights(model),
     )
+
+
+def _not_skipped(
+    linears: dict[str, nn.Linear], skip: list[str], gates: set[nn.Module]
+) -> dict[str, nn.Linear]:
+    chosen = dict[str, nn.Linear]()
+    for name, linear in linears.items():
+        is_skipped = not should_convert_module(name, skip)
+        is_skipped |= not should_convert_module(f"{name}.weight", skip)
+        if not is_skipped and linear not in gates:
+            chosen[name] = linear
+    return chosen
 
 
 def _skipped_patterns(built: BuiltModel, quantization: Quantization) -> list[str]:
@@ -217,10 +255,9 @@ def _check_skipped(patterns: Iterable[str], names: list[str]) -> None:
     """Raise a UserError for a pattern of --skip_modules that none of the names matches."""
     for pattern in patterns:
         if all(should_convert_module(name, [pattern]) for name in names):
-            last_parts = [name.rsplit(".", 1)[-1] for name in names]
-            ends = ", ".join(dict.fromkeys(last_parts))
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
             raise UserError(
-                f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}."
+                f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {', '.join(ends)}."
             )
 
 
@@ -241,10 +278,10 @@ def _choose_stacks(
 def _quantize_stacks(model: nn.Module, names: Iterable[str], scheme: Scheme) -> None:
     by_module = dict[str, list[str]]()  # name of the module -> its stacked weights
     for name in names:
-        module_name, _, part = name.rpartition(".")
-        by_module.setdefault(module_name, []).append(part)
-    for module_name, parts in by_module.items():
-        quantize_stacks(model.get_submodule(module_name), parts, scheme)
+        module_name, _, weight_name = name.rpartition(".")
+        by_module.setdefault(module_name, []).append(weight_name)
+    for module_name, weight_names in by_module.items():
+        quantize_stacks(model.get_submodule(module_name), weight_names, scheme)
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

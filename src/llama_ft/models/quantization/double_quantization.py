@@ -36,8 +36,8 @@ def quantize_scales(scale: torch.Tensor) -> torch.Tensor:
         centered, _code_values(scale.device), GROUP
     )
     code_bytes = codes.view(rows, -1)[:, : 4 * ceil(blocks / 4)].contiguous()
-    parts = [code_bytes, group_scale.view(rows, -1), mean]
-    return torch.cat([part.view(torch.int32) for part in parts], dim=1)
+    columns = [code_bytes, group_scale.view(rows, -1), mean]
+    return torch.cat([stored.view(torch.int32) for stored in columns], dim=1)
 
 
 def dequantize_scales(stored: torch.Tensor, blocks: int) -> torch.Tensor:

@@ -226,7 +226,9 @@ class QuantizedWeight(NamedTuple):
     is_prequantized: bool  # the checkpoint holds it in 4 bits
 
 
-def empty_parts(shape: tuple[int, ...], scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_codes_and_scales(
+    shape: tuple[int, ...], scheme: Scheme
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and scales of a weight of `shape`, without values."""
     *stacked, rows, columns = shape
     if scheme.is_transposed:
@@ -243,7 +245,7 @@ def _frozen_parameters(
 ) -> tuple[nn.Parameter, nn.Parameter]:
     """Return weight and scale, on the meta device, for a weight of `shape`."""
     with torch.device("meta"):
-        weight, scale = empty_parts(shape, scheme)
+        weight, scale = empty_codes_and_scales(shape, scheme)
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
@@ -319,10 +321,10 @@ class QuantizedStacks(nn.Module):
         step = max(1, DEQUANTIZED_AT_ONCE // (rows * columns))
         if isinstance(self.scheme, StoredScheme):  # which write into one tensor themselves
             step = last - first
-        parts = []
+        blocks = []
         for start in range(first, last, step):
-            parts.append(self._read_experts(name, start, min(start + step, last)))
-        value = parts[0] if len(parts) == 1 else torch.cat(parts)
+            blocks.append(self._read_experts(name, start, min(start + step, last)))
+        value = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         if self.scheme.is_transposed:
             value = value.transpose(1, 2)
         if addition is None:
@@ -365,10 +367,10 @@ class QuantizedStacks(nn.Module):
                 left, right, scaling = addition
                 addition = (left.detach(), right.detach(), scaling)
             offset = int(tensor.storage_offset())
-            return _PartOfStack(name, addition, tensor.size(), tensor.stride(), offset)
+            return _StackView(name, addition, tensor.size(), tensor.stride(), offset)
 
         def unpack(packed: Any) -> torch.Tensor:
-            if isinstance(packed, _PartOfStack):
+            if isinstance(packed, _StackView):
                 return self._read_again(packed)
             return unpack_other(packed)
 
@@ -382,17 +384,17 @@ class QuantizedStacks(nn.Module):
             held.clear()
 
     @torch.no_grad()
-    def _read_again(self, part: "_PartOfStack") -> torch.Tensor:
-        _, rows, columns = self.stack_shapes[part.name]
-        steps = zip(part.size, part.stride, strict=True)
-        furthest = part.offset + sum((size - 1) * stride for size, stride in steps)
-        first = part.offset // (rows * columns)
+    def _read_again(self, view: "_StackView") -> torch.Tensor:
+        _, rows, columns = self.stack_shapes[view.name]
+        steps = zip(view.size, view.stride, strict=True)
+        furthest = view.offset + sum((size - 1) * stride for size, stride in steps)
+        first = view.offset // (rows * columns)
         last = furthest // (rows * columns)
-        value = self._dequantized(part.name, first, last + 1, part.addition)
-        return value.as_strided(part.size, part.stride, part.offset - first * rows * columns)
+        value = self._dequantized(view.name, first, last + 1, view.addition)
+        return value.as_strided(view.size, view.stride, view.offset - first * rows * columns)
 
 
-class _PartOfStack(NamedTuple):
+class _StackView(NamedTuple):
     """Replaces a view of a weight among autograd's saved tensors."""
 
     name: str

@@ -45,7 +45,7 @@ from llama_ft.models.architecture.score_head import ScoredSource
 from llama_ft.models.base.source import StoredTensor, WeightSource
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.published.sources import open_dequantized
-from llama_ft.models.quantization.bitsandbytes_4bit import is_part
+from llama_ft.models.quantization.bitsandbytes_4bit import belongs_to_4bit
 
 # Rotary frequencies. Llama 2's checkpoints have them per layer; models compute them.
 RECOMPUTED = re.compile(r"inv_freq$")
@@ -159,7 +159,7 @@ class ConvertedSource(WeightSource):
             )
             if name not in known and stored in known:
                 name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
-            if name in left_out or is_part(name, left_out):
+            if name in left_out or belongs_to_4bit(name, left_out):
                 self._left_out.append(stored)
             elif name not in known:
                 if is_ignored(model, name) or unused.hold(stored):
@@ -238,9 +238,9 @@ class _UnusedLayers:
         self._end = self._first + max(counts, default=0)
         in_layers = [match for name in stored if (match := IN_LAYER.search(name))]
         # such as self_attn.q_proj
-        parts = {match[2] for match in in_layers if int(match[1]) < self._first}
-        # those with a part that no decoder layer has, such as eh_proj
-        self._others = {int(match[1]) for match in in_layers if match[2] not in parts}
+        in_decoder = {match[2] for match in in_layers if int(match[1]) < self._first}
+        # those with a weight that no decoder layer has, such as eh_proj
+        self._others = {int(match[1]) for match in in_layers if match[2] not in in_decoder}
 
     def hold(self, stored: str) -> bool:
         """Whether a tensor that the model lacks belongs to such a layer."""
@@ -360,13 +360,13 @@ class _Group:
         ]
 
     def convert(
-        self, take: Callable[[str], torch.Tensor], part: slice = slice(None)
+        self, take: Callable[[str], torch.Tensor], chosen: slice = slice(None)
     ) -> dict[str, torch.Tensor]:
         """Run the operations on `take(name)` of the collected tensors, or on a part of those of
         each pattern."""
         converter = deepcopy(self.converter)
         for pattern, names in self.collected.items():
-            for name in names[part]:
+            for name in names[chosen]:
                 converter.add_tensor(self.target, name, pattern, take(name))  # type: ignore[arg-type]
         results = converter.convert(self.target, **self.context)
         # Transformers returns some tensors in a list of one.

@@ -33,9 +33,9 @@ from llama_ft.models.base.source import (
     listed,
 )
 from llama_ft.models.built import Adapter, BuiltModel, ModelRequest, StoredModel
-from llama_ft.models.published.formats import names_of_parts
+from llama_ft.models.published.formats import tensor_suffixes
 from llama_ft.models.published.weight_format import StoredScheme
-from llama_ft.models.quantization.bitsandbytes_4bit import is_4bit, is_part, read_4bit
+from llama_ft.models.quantization.bitsandbytes_4bit import belongs_to_4bit, is_4bit, read_4bit
 from llama_ft.models.quantization.layers import FourBit
 from llama_ft.models.weights.conversion import RECOMPUTED
 from llama_ft.models.weights.loader import Loader, ShardLoad, open_loader
@@ -183,7 +183,7 @@ def _fill_base(
             loader.fill(_as_stored(parameters[name], key, loader.headers))
             continue
         quantized = weight.quantized
-        shards = [local_shard(parameters[part]) for part in (name, quantized.scale)]
+        shards = [local_shard(parameters[each]) for each in (name, quantized.scale)]
         if isinstance(quantized.scheme, StoredScheme):
             loader.fill(_to_stored(shards, weight, key, loader))
         else:
@@ -270,8 +270,8 @@ def _fill_singular_values(
     def rows_of_b(_: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
         return [factors()[1][start:stop]]
 
-    for part, make in ((layer.lora_A, rows_of_a), (layer.lora_B, rows_of_b)):
-        weight = part["default"].weight
+    for factor, make in ((layer.lora_A, rows_of_a), (layer.lora_B, rows_of_b)):
+        weight = factor["default"].weight
         shape = tuple(weight.shape)
         loader.fill(ShardLoad([local_shard(weight)], shape, [weight.dtype], make))
 
@@ -312,16 +312,16 @@ def _to_quantized(
             return read_4bit(source, key, columns, scheme, start, stop)
         rows = source.read_rows(key, start, stop).reshape(-1, columns)
         rows_at_once = max(1, at_once // columns)
-        parts = [
+        quantized_blocks = [
             scheme.quantize(block.to(device=device, dtype=dtype))
             for block in rows.split(rows_at_once)
         ]
-        joined: Sequence[torch.Tensor] = parts[0]
-        if len(parts) > 1:
-            joined = [torch.cat(blocks) for blocks in zip(*parts, strict=True)]
+        joined: Sequence[torch.Tensor] = quantized_blocks[0]
+        if len(quantized_blocks) > 1:
+            joined = [torch.cat(blocks) for blocks in zip(*quantized_blocks, strict=True)]
         return [
-            part.view(stop - start, *shard.shape[1:])
-            for part, shard in zip(joined, shards, strict=True)
+            rows.view(stop - start, *shard.shape[1:])
+            for rows, shard in zip(joined, shards, strict=True)
         ]
 
     return ShardLoad(shards, weight.shape, [shard.dtype for shard in shards], make, at_once)
@@ -364,7 +364,7 @@ def account_for(
     extra = [
         key
         for key, header in headers.items()
-        if not (key in known or header.is_untouched or is_part(key, held))
+        if not (key in known or header.is_untouched or belongs_to_4bit(key, held))
         and not RECOMPUTED.search(key)
     ]
     wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
@@ -384,8 +384,8 @@ def _refuse(folder: Path, wrong: dict[str, list[str]], not_stored: list[str]) ->
     """Raise a UserError if names are wrong, or if weights cannot stay as they are stored. `wrong`: a
     title -> the names."""
     lines = [f"{title}: {listed(names)}" for title, names in wrong.items() if names]
-    parts = names_of_parts() if lines else ()
-    if any(key.endswith(parts) for key in wrong["not part of the model"]):
+    suffixes = tensor_suffixes() if lines else ()
+    if any(key.endswith(suffixes) for key in wrong["not part of the model"]):
         lines.append(
             "Some belong to quantized weights, but not as config.json's quantization_config says. "
             "Download the model again with its config.json, or use a version in 16 bits."

@@ -27,7 +27,7 @@ from llama_ft.models.model_config import load_model_config
 from llama_ft.models.published.formats import published_format
 from llama_ft.models.published.quantization_config import find_quantization_config
 from llama_ft.models.published.sources import open_dequantized
-from llama_ft.models.quantization.layers import Scheme, empty_parts
+from llama_ft.models.quantization.layers import Scheme, empty_codes_and_scales
 from llama_ft.models.weights import conversion
 from llama_ft.models.weights.conversion import convert_weights
 from llama_ft.models.weights.loader import Loader, ShardLoad, share_headers
@@ -81,7 +81,7 @@ class HeaderLoader(Loader):
         self, scheme: Scheme, header: StoredTensor, start: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Loader`."""
-        return empty_parts((stop - start, *header.shape[1:]), scheme)
+        return empty_codes_and_scales((stop - start, *header.shape[1:]), scheme)
 
 
 def loader_of_headers(headers: dict[str, StoredTensor]) -> Callable[..., HeaderLoader]:
