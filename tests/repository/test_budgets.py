@@ -29,7 +29,7 @@ MOST_FILES = 12  # per folder, without __init__.py
 TOKENS = {
     "": 5200,
     "checkpoint": 11_200,
-    "config": 20_150,
+    "config": 20_250,
     "cpu": 4700,
     "data": 42_500,
     "evaluation": 3500,
@@ -44,7 +44,7 @@ TOKENS = {
     "extensions/store": 9900,
     "inference": 7500,
     "libraries": 2600,
-    "models": 61_200,
+    "models": 61_400,
     "observe": 12_600,
     "plan": 19_200,
     "run": 9300,

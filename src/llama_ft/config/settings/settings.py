@@ -25,6 +25,7 @@ from pydantic.dataclasses import dataclass
 
 from llama_ft import door
 from llama_ft.config.objectives import PreferenceConfig
+from llama_ft.config.settings.added_sections import check_names
 from llama_ft.config.settings.data_settings import DataConfig, DatasetPart
 from llama_ft.config.settings.output_settings import (
     CheckpointConfig,
@@ -457,6 +458,7 @@ class Config:
 
 def with_sections(sections: dict[str, Any]) -> Any:
     """Return `Config` with further sections: name -> dataclass."""
+    check_names(get_type_hints(Config), sections)
     fields = {name: Field(default_factory=cls) for name, cls in sections.items()}
     about = {"__annotations__": sections, "__module__": __name__, "__doc__": Config.__doc__}
     return dataclass(config=STRICT, kw_only=True)(type("Config", (Config,), {**about, **fields}))
