@@ -1,4 +1,4 @@
-"""Plans compared with runs of the recipe whose tensors are counted; benchmarks/plan.py does it for
+"""Plans compared with runs of the recipe whose tensors are counted; benchmarks/planner/plan.py does it for
 87 cases."""
 
 import json
@@ -26,7 +26,7 @@ ATTEMPTS = 3
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """benchmarks/plan.py."""
+    """benchmarks/planner/plan.py."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     return load_script(REPOSITORY / "benchmarks" / "planner" / "plan.py")
 

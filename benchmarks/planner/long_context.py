@@ -1,11 +1,11 @@
 """Measure sequence parallelism: the peak of one long sequence that 4 ranks share, against its plan
 and against one rank, and the loss of a sequence against that of Transformers.
 
-    python benchmarks/long_context.py                # 32,768 tokens
-    python benchmarks/long_context.py --length 4096  # a minute
+    python benchmarks/planner/long_context.py                # 32,768 tokens
+    python benchmarks/planner/long_context.py --length 4096  # a minute
 
 A random Llama in fp32 is trained for two steps on sequences of one sample each. Memory is counted as
-in benchmarks/plan.py. The loss is that of one rank in the first step, for --loss_length tokens.
+in benchmarks/planner/plan.py. The loss is that of one rank in the first step, for --loss_length tokens.
 """
 
 import argparse
@@ -15,25 +15,25 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("benchmarks", "src", "recipes")]
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in (".", "src", "recipes")]
 
-import finetuning  # noqa: E402
-import torch  # noqa: E402
-from plan import highest_by_phase, launch, left_bytes, read_found  # noqa: E402
-from text_files import print_columns, write_json_lines  # noqa: E402
-from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
-from tokenizers.models import BPE  # noqa: E402
-from transformers import (  # noqa: E402
+import finetuning
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
-from llama_ft.config import load  # noqa: E402
-from llama_ft.plan import predict as planner  # noqa: E402
-from llama_ft.plan.types import Plan, PlanRequest  # noqa: E402
+from benchmarks.planner.plan import highest_by_phase, launch, left_bytes, read_found
+from benchmarks.shared.text_files import print_columns, write_json_lines
+from llama_ft.config import load
+from llama_ft.plan import predict as planner
+from llama_ft.plan.types import Plan, PlanRequest
 
 MIB = 2**20
 RANKS = 4
