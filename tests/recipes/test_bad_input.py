@@ -58,7 +58,6 @@ CASES = {
         f"{GOOD} --chat_template @refuses.jinja",
         "rows.jsonl:1: the chat template rejects this chat: no tools here",
         "--skip_bad_rows",
-        errors=5,
     ),
     "adapter of another model": case(
         f"{LORA} --from_peft_checkpoint @other_adapter",

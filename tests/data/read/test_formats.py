@@ -148,7 +148,7 @@ def answered(**changes: object) -> Sample:
         (
             chat_messages,
             answered(content=[{"type": "image_url", "image_url": {}}]),
-            '"messages[1].content" is [{',
+            '"messages[1].content[0]" is {',
         ),
         (chat_messages, answered(weight=2), '"messages[1].weight" is 2; expected 0'),
         (chat_messages, answered(tool_calls="f()"), '"messages[1].tool_calls" is "f()"'),
@@ -281,13 +281,17 @@ def test_tool_messages_follow_an_assistant_message_that_may_be_empty() -> None:
     call = {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"type": "function"}],
+        "tool_calls": [{"type": "function", "function": {"name": "f"}}],
         "name": None,
     }
     tool = {"role": "tool", "content": "5"}
     checked = chat_messages({"messages": [USER, call, tool, tool, ANSWER]})
     assert [turn["role"] for turn in checked] == ["user", "assistant", "tool", "tool", "assistant"]
-    assert checked[1] == {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
+    assert checked[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f"}}],
+    }
 
 
 def test_tokens_without_labels_are_in_the_loss_unless_masked() -> None:

@@ -293,7 +293,7 @@ def test_masks_of_other_trainers_take_single_answers_out_of_the_loss(
         ({"train": True, "masked": True}, '"messages[1]" has "train": true and "masked": true'),
         ({"reasoning_content": True}, '"messages[1].reasoning_content" is true; expected text'),
         ({"thinking": {"text": "x"}}, '"messages[1].thinking" is {"text": "x"}; expected text'),
-        ({"reasoning": ["x"]}, '"messages[1].reasoning" is ["x"]; expected text'),
+        ({"reasoning": ["x"]}, '"messages[1].reasoning[0]" is "x"; expected text'),
     ],
 )
 def test_masks_that_contradict_each_other_or_are_no_masks_are_bad(

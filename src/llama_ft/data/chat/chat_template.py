@@ -1,6 +1,7 @@
 """Chat templates: select the template of a run, check it, and render chats as text."""
 
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -14,7 +15,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from llama_ft.config.home import expanded
 from llama_ft.data.chat.template_limits import ExceededLimit, exceeded_limit, limited
-from llama_ft.data.read.formats import BadSample, Message
+from llama_ft.data.read.formats import REASONING, BadSample, Message
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.packaged import PACKAGED
 
@@ -49,6 +50,7 @@ CALL = {
     "type": "function",
     "function": {"name": "f", "arguments": ARGUMENTS},
 }
+OTHER_ID = "call_0123456789abcdef"  # as OpenAI's API writes them
 RESULT: Message = {"role": "tool", "content": NEXT_PROBE, "tool_call_id": CALL["id"], "name": "f"}
 TOOLS: Tools = [
     {
@@ -400,15 +402,30 @@ class _Form(NamedTuple):
         none: the content None for a message with tool calls and without text.
         json_arguments: the arguments of tool calls as JSON text, not as objects (DeepSeek V3 and R1
             put texts together).
+        nine_letters: ids of tool calls that have nine letters and digits (Mistral).
+        reasoning: the keys of reasoning content that the template reads.
     """
 
     parts: bool
     none: bool
     json_arguments: bool
+    nine_letters: bool = False
+    reasoning: tuple[str, ...] = ()
 
 
 @functools.cache
 def _form_of(template: str) -> _Form:
+    form = _form_of_contents(template)
+    keys = [key for key in REASONING if re.search(rf"\.{key}\b|['\"]{key}['\"]", template)]
+    call: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    other: Message = {**call, "tool_calls": [{**CALL, "id": OTHER_ID}]}
+    takes, takes_other = (
+        bool(_try(template, form, [*TWO_MESSAGES[:1], each])) for each in (call, other)
+    )
+    return form._replace(nine_letters=takes and not takes_other, reasoning=tuple(keys))
+
+
+def _form_of_contents(template: str) -> _Form:
     none = bool(NO_CONTENT.search(template))
     texts = _Form(parts=False, none=none, json_arguments=False)
     lists = texts._replace(parts=True)
@@ -439,7 +456,12 @@ def _try(template: str, form: _Form, messages: list[Message]) -> str:
 
 
 def _formed(messages: list[Message], form: _Form) -> Iterator[Message]:
-    for message in messages:
+    for message in _with_nine_letters(messages) if form.nine_letters else messages:
+        keys = [key for key in REASONING if key in message]
+        if keys and form.reasoning and keys[0] not in form.reasoning:
+            message = {
+                form.reasoning[0] if key == keys[0] else key: message[key] for key in message
+            }
         calls = message.get("tool_calls")
         if form.none and calls:
             message = {**message, "content": message["content"] or None}
@@ -448,6 +470,30 @@ def _formed(messages: list[Message], form: _Form) -> Iterator[Message]:
         if form.parts and isinstance(message.get("content"), str):
             message = {**message, "content": [{"type": "text", "text": message["content"]}]}
         yield message
+
+
+def _with_nine_letters(messages: list[Message]) -> Iterator[Message]:
+    """Yield messages in which ids of tool calls have nine letters and digits. A call without an id gets
+    one, and so does its result."""
+    ids = list[str]()  # of the last calls
+    for index, message in enumerate(messages):
+        if message.get("tool_calls"):
+            calls = []
+            for number, call in enumerate(message["tool_calls"]):
+                calls.append({**call, "id": _nine_letters(call.get("id") or f"{index}.{number}")})
+            ids = [call["id"] for call in calls]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            first = ids.pop(0) if ids else ""
+            given = message.get("tool_call_id")
+            message = {**message, "tool_call_id": _nine_letters(given) if given else first}
+        yield message
+
+
+def _nine_letters(name: str) -> str:
+    if re.fullmatch("[A-Za-z0-9]{9}", name):
+        return name
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,13 @@ write at inference, after exactly the prompt that it gets there."""
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator
 from os.path import commonprefix
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_ft.data.chat.chat_template import (
+    BUILT_IN,
     PROBE,
     Span,
     Tools,
@@ -16,6 +18,7 @@ from llama_ft.data.chat.chat_template import (
     turn_ends,
 )
 from llama_ft.data.read.formats import REASONING, BadSample, Message
+from llama_ft.errors import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +32,9 @@ CLOSED_IN_TEXT = re.compile(r"\s*</think>")
 EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
 # What closes reasoning content, as DeepSeek R1 and Qwen3 write it, before two line breaks.
 END_OF_REASONING = "\n</think>"
+PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)  # of a function, the same in JSON and elsewhere
+ASCII_WORD = re.compile("[A-Za-z0-9]{2,}")
+RESULT_START = 200  # characters of a result in which a word is searched for
 EXCERPT = 40  # characters of a text in a message
 
 
@@ -95,6 +101,8 @@ class ChatRenderer:
     ) -> None:
         self.template = template or template_for(tokenizer, None)
         self.labels = labels
+        names = [name for name, text in BUILT_IN.items() if self.template.endswith(text)]
+        self._title = f" {names[0]}" if names else ""
         self.has_generation_block = bool(GENERATION_BLOCK.search(self.template))
         self._opens_responses = "add_generation_prompt" in self.template
         self._special_tokens = tokenizer.special_tokens_map
@@ -119,11 +127,11 @@ class ChatRenderer:
         """
         text, blocks = self._with_end(messages, tools)
         for what in self._left_out(messages, tools, text):
-            raise _dropped(what)
+            raise self._dropped(what)
         if self.labels == "all":
             for index, message in enumerate(messages):
                 if message["role"] == "assistant":
-                    _refuse_dropped(index, message, text)
+                    self._refuse_dropped(messages[: index + 1], text, text)
             return RenderedChat(text, self._all_but(messages, tools, text), [])
         indices = self._messages_in_loss(messages)
         last = len(messages) - 1
@@ -178,6 +186,10 @@ class ChatRenderer:
             # A template that writes them must name the variable.
             if is_used and not re.search(rf"\b{name}\b", self.template):
                 yield name
+        for tool in tools or ():
+            name = _function_name(tool)
+            if name and name not in text:
+                yield f"the definition of the tool {name}"
         first = messages[0]
         if first["role"] == "system" and first["content"].strip() not in text:
             yield "the system message"
@@ -197,6 +209,22 @@ class ChatRenderer:
         )
         return text
 
+    def _refuse_dropped(self, messages: list[Message], prompt: str, written: str) -> None:
+        """Raise BadSample if a part of the last message, which is a response, is not in the text that
+        the template writes for it, or the result of a tool not in its prompt."""
+        last = len(messages) - 1
+        for what in _dropped_of_response(messages[last], written):
+            is_reasoning = what.startswith(('"', "what is before"))
+            also = ", or remove it with --reasoning_content drop" if is_reasoning else ""
+            raise self._dropped(f"{what} of messages[{last}]", also)
+        for index in _dropped_results(messages, prompt):
+            raise self._dropped(f"the result of a tool, messages[{index}]")
+
+    def _dropped(self, what: str, also: str = "") -> BadSample:
+        return BadSample(
+            f"the chat template{self._title} drops {what}; use one that keeps it (--chat_template){also}."
+        )
+
     def _piece(
         self,
         messages: list[Message],
@@ -211,7 +239,6 @@ class ChatRenderer:
             tools: JSON schemas of functions.
             rendered: the text of these messages and its blocks, if they are known.
         """
-        message = messages[-1]
         prompt = self._text(messages[:-1], tools, open_answer=True)
         text, blocks = rendered or self._with_end(messages, tools)
         closing = ""
@@ -243,7 +270,7 @@ class ChatRenderer:
             response_start = self._heading_end(messages, tools, text, start)
             spans = [(response_start, end)]
         written = closing + text[written_from:]
-        _refuse_dropped(len(messages) - 1, message, written)
+        self._refuse_dropped(messages, prompt, written)
         return _Piece(prompt + written, spans, start, end)
 
     def _heading_end(
@@ -410,6 +437,11 @@ def _dropped_of_response(message: Message, written: str) -> Iterator[str]:
     for what, content in reasoning.items():
         if content.strip() not in written:
             yield what
+    names = Counter(map(_function_name, message.get("tool_calls") or ()))
+    for name, count in names.items():
+        rendered = written.count(name)
+        if rendered < count:
+            yield f"{count - rendered} of {plural(count, 'tool call')} ({name})"
     if message.get("tool_calls") and answer.strip() not in written:
         yield 'the text next to "tool_calls"'
     # Idefics 3's template writes lists of parts only. The first word suffices: templates may change
@@ -419,18 +451,22 @@ def _dropped_of_response(message: Message, written: str) -> Iterator[str]:
         yield "the content"
 
 
-def _refuse_dropped(index: int, message: Message, written: str) -> None:
-    """Raise BadSample if a part of a response is not in the text that a template writes for it."""
-    for what in _dropped_of_response(message, written):
-        is_reasoning = "tool_calls" not in what and what != "the content"
-        also = ", or remove it with --reasoning_content drop" if is_reasoning else ""
-        raise _dropped(f"{what} of messages[{index}]", also)
+def _dropped_results(messages: list[Message], prompt: str) -> Iterator[int]:
+    """Yield the indices of results of tools before the last message that are not in its prompt."""
+    for index in range(len(messages) - 2, -1, -1):
+        if messages[index]["role"] != "tool":
+            return
+        # A word suffices: templates write results as they are, or as JSON.
+        words = ASCII_WORD.findall(str(messages[index]["content"])[:RESULT_START])
+        if words and max(words, key=len) not in prompt:
+            yield index
 
 
-def _dropped(what: str, also: str = "") -> BadSample:
-    return BadSample(
-        f"the chat template drops {what}; use one that keeps it (--chat_template){also}."
-    )
+def _function_name(function: dict[str, Any]) -> str:
+    """Return the name of a function that is defined or called; "" if templates may write it
+    differently."""
+    name = function.get("function", function).get("name")
+    return name if isinstance(name, str) and PLAIN_NAME.fullmatch(name) else ""
 
 
 def _difference(index: int, at_inference: str, text: str) -> str:

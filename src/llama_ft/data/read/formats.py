@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from llama_ft.config.objectives import PREFERENCE, UNPAIRED, objectives_text
 from llama_ft.data.read.media import EXPECTED, MediaPart, check_role, has_media
+from llama_ft.data.read.traces.forms import in_openai_form, tool_in_openai_form
+from llama_ft.data.read.traces.results import check_results
+from llama_ft.data.read.traces.trace_form import PlacedMessage
 from llama_ft.data.read.values import (
     LOSS_KEYS,
     MISSING,
@@ -39,8 +42,6 @@ class TokenizedSample(NamedTuple):
 # Messages of a chat; or a prompt and its completion (for plain text the prompt is empty); or
 # tokens.
 Content = list[Message] | tuple[str, str] | TokenizedSample
-# A message as the sample has it, after its place for error messages, such as `messages[2]`.
-PlacedMessage = tuple[str, Any]
 
 
 class Format(NamedTuple):
@@ -74,7 +75,7 @@ ROLES_AFTER = {
     "system": ("user",),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),
+    "tool": ("assistant", "tool", "user"),
 }
 
 
@@ -159,8 +160,9 @@ def chat_messages(sample: Sample, column: str = "messages") -> list[Message]:
 
     They are an optional system message, then user and assistant in alternation, with tool messages
     after an assistant; the last is an assistant's. ShareGPT's keys from and value count as role and
-    content. Contents that are lists of text parts become text, arguments of tool calls that are
-    JSON text become objects, as templates have them.
+    content, and other forms of traces are read as well, see `in_openai_form`. Contents that are
+    lists of text parts become text, arguments of tool calls that are JSON text become objects, as
+    templates have them.
 
     Raises:
         BadSample: naming the message and the field.
@@ -355,7 +357,8 @@ def tokenized_sample(sample: Sample) -> TokenizedSample:
 def tools_of(sample: Sample) -> list[dict[str, Any]] | None:
     """Return the tools a chat may call, from the column `tools`: a list of objects, or its JSON
     text."""
-    return _objects(_parsed_if_text(sample, "tools") or [], "tools") or None
+    tools = _objects(_parsed_if_text(sample, "tools") or [], "tools")
+    return list(map(tool_in_openai_form, tools)) or None
 
 
 def content_text(content: Any, place: str, expected: str = EXPECTED) -> str:
@@ -364,7 +367,9 @@ def content_text(content: Any, place: str, expected: str = EXPECTED) -> str:
     Raises:
         BadSample: it is something else.
     """
-    if isinstance(content, list) and all(map(_is_text_part, content)):
+    if isinstance(content, list):
+        for number, part in enumerate(content):
+            expect(_is_text_part(part), f"{place}[{number}]", part, expected)
         return "".join(part["text"] for part in content)
     expect(isinstance(content, str), place, content, expected)
     return str(content)
@@ -392,7 +397,8 @@ def _messages(sample: Sample, column: str) -> list[PlacedMessage]:
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = _parsed_if_text(sample, column)
     expect(isinstance(messages, list) and messages, column, messages, "a list of messages")
-    return [(f"{column}[{index}]", message) for index, message in enumerate(messages)]
+    chat = [(f"{column}[{index}]", message) for index, message in enumerate(messages)]
+    return in_openai_form(chat)
 
 
 def _with_system(sample: Sample, messages: list[PlacedMessage]) -> list[PlacedMessage]:
@@ -418,6 +424,8 @@ def _checked_chat(chat: list[PlacedMessage]) -> list[Message]:
     last_place, _ = chat[-1]
     is_response = previous_role == "assistant"
     expect(is_response, last_place, previous_role, "an assistant's message as the last")
+    places = [place for place, _ in chat]
+    check_results(zip(places, messages, strict=True))
     return messages
 
 
@@ -470,17 +478,25 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     OpenAI's arguments are JSON text. Templates write objects as JSON, and would quote text a second
     time.
     """
-    function = call.get("function")
-    if isinstance(function, dict):
+    if "function" in call:
+        function = call["function"]
+        expect(isinstance(function, dict), f"{place}.function", function, "an object")
         return {**call, "function": _call(function, f"{place}.function")}
     if "arguments" not in call:
+        _check_name(call, place)
         return call
     arguments = _parsed_if_text(call, "arguments", f"{place}.")
     if isinstance(arguments, str):  # some servers and scripts encode them twice
         arguments = _parsed_if_text({"arguments": arguments}, "arguments", f"{place}.")
     arguments = {} if arguments is None else arguments
     expect(isinstance(arguments, dict), f"{place}.arguments", call["arguments"], "an object")
+    _check_name(call, place)
     return {**call, "arguments": arguments}
+
+
+def _check_name(call: dict[str, Any], place: str) -> None:
+    name = call.get("name", MISSING)
+    expect(isinstance(name, str) and name, f"{place}.name", name, "the name of a function")
 
 
 def _parsed_if_text(sample: Sample, column: str, place: str = "") -> Any:

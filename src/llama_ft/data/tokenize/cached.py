@@ -35,7 +35,7 @@ CODE_VERSION = 8
 # modules that determine the tokens
 CODE = (
     "chat/chat_template tokenize/content read/files read/formats read/media chat/loss_mask tokenize/notes "
-    "media read/reshape tokenize/statistics tokenize/encoder tokenize/tokenize_files read/values"
+    "media read/reshape tokenize/lengths tokenize/statistics tokenize/encoder tokenize/tokenize_files read/values"
 ).split()
 SECONDS_BETWEEN_LINES = 10.0
 HASHES = "{}.hashes.npy"  # of the distinct samples of a split, uint64
@@ -63,7 +63,9 @@ def tokenized(tokenization: Tokenization, cache: Path, verify: bool) -> tuple[Bu
     """
     # A change of this code must not reuse samples that the old code has tokenized.
     code = hashlib.sha256(inspect.getsource(tokenization.examples).encode())
-    files = [Path(__file__).parent.parent / f"{name}.py" for name in CODE]
+    folder_of_data = Path(__file__).parent.parent
+    files = [folder_of_data / f"{name}.py" for name in CODE]
+    files += sorted(folder_of_data.glob("read/traces/*.py"))
     media = tokenization.encoder.media
     if media is not None:
         files += media.code

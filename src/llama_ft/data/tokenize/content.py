@@ -27,18 +27,32 @@ from llama_ft.data.read.formats import (
 SPLIT_VERSION = 2
 
 
-def content_hash(sample: Sample, sample_format: SampleFormat, media: bytes = b"") -> int:
+def contents_of(sample: Sample, sample_format: SampleFormat) -> list[Content]:
+    """Return the content of a valid sample, whose media are parts of its messages; both contents of a
+    pair."""
+    if sample_format == PREFERENCE:
+        return [*pair_contents(sample)]
+    return [FORMATS[sample_format].read(sample)]
+
+
+def tool_counts(contents: list[Content]) -> tuple[int, int]:
+    """Return the number of tool calls, and of results of tools."""
+    calls = 0
+    results = 0
+    for content in contents:
+        for message in content if isinstance(content, list) else ():
+            calls += len(message.get("tool_calls") or ())
+            results += message["role"] == "tool"
+    return calls, results
+
+
+def content_hash(contents: list[Content], media: bytes = b"") -> int:
     """Return a 64-bit hash of what a sample says, a random number.
 
     Args:
-        sample: valid; its media are parts of its messages.
-        sample_format: its format.
+        contents: of the sample, see `contents_of`.
         media: checksums of its files.
     """
-    if sample_format == PREFERENCE:
-        contents: list[Content] = [*pair_contents(sample)]
-    else:
-        contents = [FORMATS[sample_format].read(sample)]
     said = [list(_said(content)) for content in contents]
     text = json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
     # surrogatepass: JSON allows half a surrogate pair, which UTF-8 cannot encode

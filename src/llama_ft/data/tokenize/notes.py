@@ -18,6 +18,7 @@ from llama_ft.data.read.formats import (
     SampleFormat,
 )
 from llama_ft.data.read.media import FILE_OF_PLACE, notes_of_marks
+from llama_ft.data.read.traces.anthropic import has_encrypted_reasoning
 from llama_ft.data.read.values import LEARNED_IF_TRUE, LOSS_KEYS
 
 # columns that may hold messages, by format
@@ -28,7 +29,16 @@ CHATS = {
     PREFERENCE: ("prompt", "chosen", "rejected"),
     UNPAIRED: ("prompt", "completion"),
 }
-USED_KEYS = {"role", "content", "from", "value", "tool_calls", *LOSS_KEYS, *REASONING}
+USED_KEYS = {
+    "role",
+    "content",
+    "from",
+    "value",
+    "tool_calls",
+    "function_call",
+    *LOSS_KEYS,
+    *REASONING,
+}
 # keys of a JSON schema whose value may be null
 NULLABLE = {"default", "const", "example", "examples", "enum"}
 # as which pandas writes a missing value into text
@@ -97,6 +107,8 @@ def _of_message(message: Mapping[str, Any], template: str) -> Iterator[str]:
     content = message.get("value", message.get("content"))
     if _is_missing_value(content):
         yield f"an assistant message is the text {content.strip()}, {AS_MISSING}"
+    if has_encrypted_reasoning(message):
+        yield "redacted_thinking is left out: its text is encrypted"
     for key, value in message.items():
         if value is None or key in USED_KEYS:
             continue

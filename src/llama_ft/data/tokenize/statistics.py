@@ -11,6 +11,7 @@ import numpy
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.read.formats import Message
 from llama_ft.data.read.media import describe_media
+from llama_ft.data.tokenize.lengths import LENGTH_FIELDS, LengthCounts
 from llama_ft.errors import plural
 
 # of the table: field of SplitStatistics -> title
@@ -28,7 +29,8 @@ COLUMNS = {
 }
 # Per sample: a hash of its content; a hash of its tokens and labels; whether it is bad; its longest
 # example before truncation; how many of its parts were truncated and skipped. Of a chat that was
-# split also the number of responses, their tokens, and the tokens of the whole chat.
+# split also the number of responses, their tokens, and the tokens of the whole chat. LENGTH_FIELDS
+# count what each context length keeps.
 SAMPLE_FIELDS = numpy.dtype(
     [
         ("content", "u8"),
@@ -43,6 +45,9 @@ SAMPLE_FIELDS = numpy.dtype(
         ("media", "i4"),
         ("media_tokens", "i8"),
         ("longest_media", "i4"),
+        ("tool_calls", "i4"),
+        ("tool_results", "i4"),
+        *LENGTH_FIELDS,
     ]
 )
 
@@ -63,9 +68,13 @@ class SplitStatistics:
         media, media_tokens: number of images, and of tokens that stand for them; both before
             truncation.
         longest_media: largest number of such tokens in a sample.
+        tool_calls, tool_results: number of tool calls, and of results of tools. The chat template writes
+        all of them: a chat of which it drops one is a bad sample.
+        tool_samples: samples with one.
         first_split: place of the first of these chats, and the reason; empty without one.
         duplicates: samples with the tokens and labels of an earlier one.
         deduplicated: these samples were left out.
+        lengths: what each context length keeps.
         largest_id: the largest token id.
         fingerprint: a checksum of all tokens and labels, in order.
     """
@@ -85,9 +94,13 @@ class SplitStatistics:
     media: int = 0
     media_tokens: int = 0
     longest_media: int = 0
+    tool_calls: int = 0
+    tool_results: int = 0
+    tool_samples: int = 0
     first_split: str = ""
     duplicates: int = 0
     deduplicated: bool = False
+    lengths: LengthCounts = field(default_factory=LengthCounts)
     largest_id: int = -1
     fingerprint: str = ""
 
@@ -105,6 +118,15 @@ class SplitStatistics:
         self.media_tokens += int(samples["media_tokens"].sum())
         longest_media = int(samples["longest_media"].max(initial=0))
         self.longest_media = max(self.longest_media, longest_media)
+        self.tool_calls += int(samples["tool_calls"].sum())
+        self.tool_results += int(samples["tool_results"].sum())
+        self.tool_samples += int((samples["tool_calls"] + samples["tool_results"] > 0).sum())
+        self.lengths.count(samples)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "SplitStatistics":
+        """Return what `dataclasses.asdict` made of statistics."""
+        return cls(**{**values, "lengths": LengthCounts(**values["lengths"])})
 
 
 class Duplicates:
@@ -198,9 +220,9 @@ class BuildReport:
     def load(cls, path: Path) -> "BuildReport":
         """Read what `save` wrote."""
         values = json.loads(path.read_text(encoding="ascii"))
-        values["train"] = SplitStatistics(**values["train"])
+        values["train"] = SplitStatistics.from_json(values["train"])
         if values["validation"] is not None:
-            values["validation"] = SplitStatistics(**values["validation"])
+            values["validation"] = SplitStatistics.from_json(values["validation"])
         # JSON has a named tuple as a list
         kinds = {kind: BadKind(*counts) for kind, counts in values["bad_kinds"].items()}
         values["bad_kinds"] = kinds
@@ -235,14 +257,26 @@ def describe(
                 split.media, split.media_tokens, split.tokens, split.longest_media
             )
             lines.append(f"{name}: {text}")
+        if split is not None and split.tool_samples:
+            lines.append(_tools_line(name, split))
         if split is not None and split.duplicates:
             lines.append(_duplicates_line(name, split))
     for name, split in splits.items():
         if split is not None and split.split_chats:
             lines += _split_lines(name, split)
+        if split is not None:
+            lines += split.lengths.lines(name)
     if lines:
         lines = [header, *lines]
     return [*lines, *warnings_of(report)]
+
+
+def _tools_line(name: str, split: SplitStatistics) -> str:
+    """Return the numbers of tool calls and results."""
+    calls = plural(split.tool_calls, "tool call")
+    results = plural(split.tool_results, "tool result")
+    samples = plural(split.tool_samples, "sample")
+    return f"{name}: {calls} and {results} in {samples}; the chat template writes all of them"
 
 
 def _duplicates_line(name: str, split: SplitStatistics) -> str:

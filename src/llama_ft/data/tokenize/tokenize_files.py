@@ -43,7 +43,7 @@ from llama_ft.data.read.formats import (
 from llama_ft.data.read.media import located, plain_messages
 from llama_ft.data.read.sources import Source
 from llama_ft.data.read.values import TOO_DEEP, in_own_names
-from llama_ft.data.tokenize.content import content_hash
+from llama_ft.data.tokenize.content import content_hash, contents_of, tool_counts
 from llama_ft.data.tokenize.encoder import (
     Encoded,
     Encoder,
@@ -52,6 +52,7 @@ from llama_ft.data.tokenize.encoder import (
     mismatch,
     unpaired_examples,
 )
+from llama_ft.data.tokenize.lengths import LOST_END, count_lengths, loses_an_end
 from llama_ft.data.tokenize.statistics import (
     SAMPLE_FIELDS,
     BadKind,
@@ -80,6 +81,7 @@ MEDIA_FEATURES = Features({**FEATURES, "text": Value("string"), "media": List(Va
 CHUNK_SAMPLES = 256
 CHUNK_BYTES = 2**20
 BAD_SAMPLES_SHOWN = 5
+OF_TEMPLATE = "the chat template"  # with which messages begin that are not about one sample
 # Of bad_samples.jsonl, at most about 7 MB. Messages may quote a value of the sample.
 BAD_ROWS_LISTED = 10_000
 MESSAGE_LENGTH = 500
@@ -169,7 +171,9 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         media = [one.media for one in examples if isinstance(one, MediaExample)]
         said = encoder.with_media(located_sample, sample_format) if media else sample
         checksums = b"".join(map(checksums_of, media))
-        samples[number]["content"] = content_hash(said, sample_format, checksums)
+        contents = contents_of(said, sample_format)
+        samples[number]["content"] = content_hash(contents, checksums)
+        samples[number]["tool_calls"], samples[number]["tool_results"] = tool_counts(contents)
         samples[number]["encoded"] = _encoded_hash(tokenized[number], desirable.get(number))
     if examples_of is unpaired_examples:
         # A completion is not split, so each sample has one list of examples.
@@ -177,6 +181,8 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
     pieces = list[Piece]()
     for number, responses in tokenized.items():
         counts = samples[number]
+        if _loses_an_end(responses, encoder):
+            notes[LOST_END] = BadKind.counted(notes.get(LOST_END), 1, chunk[number][0])
         for response, examples in enumerate(responses, start=1):
             place, _ = chunk[number]
             if number in splits:
@@ -230,6 +236,7 @@ def _fitting_groups(
             is_truncated = True
     lengths = [len(input_ids) for input_ids, _ in examples]
     counts["longest"] = max(counts["longest"], *lengths)
+    count_lengths(examples, counts)
     counts["skipped"] += not trained
     counts["truncated"] += bool(trained) and is_truncated
     for example in examples:
@@ -238,6 +245,14 @@ def _fitting_groups(
             counts["media_tokens"] += example.media_tokens
             counts["longest_media"] = max(counts["longest_media"], example.media_tokens)
     return trained
+
+
+def _loses_an_end(responses: list[list[Example]], encoder: Encoder) -> bool:
+    """Return whether truncation takes the end of a response from one of the examples."""
+    if encoder.truncation != "right":
+        return False
+    examples = itertools.chain.from_iterable(responses)
+    return any(loses_an_end(labels, encoder.context_length) for _, labels in examples)
 
 
 def _table(
@@ -495,7 +510,12 @@ class BadSamples:
                 lines.append(json.dumps(line) + "\n")
             self.count += 1
             self.kinds[kind] = BadKind.counted(self.kinds.get(kind), 1, place)
-        self.first = [*self.first, *encoded.problems][:BAD_SAMPLES_SHOWN]
+            # A fault of the template is shown once, whatever the number of samples.
+            is_known = any(shown.endswith(message) for shown in self.first)
+            if len(self.first) < BAD_SAMPLES_SHOWN and not (
+                is_known and message.startswith(OF_TEMPLATE)
+            ):
+                self.first.append(problem)
         if lines and self._listing is not None:
             with open(self._listing, "a", encoding="ascii") as listing:
                 listing.writelines(lines)
