@@ -36,11 +36,14 @@ from benchmarks.serving.serve_models import FAMILIES
 from benchmarks.shared.text_files import read_json, read_json_lines, write_json_lines
 from llama_ft.data import cache_dir
 from llama_ft.errors import UserError
+from llama_ft.extensions.serving.adapter_files import read_adapter, read_base
 from llama_ft.extensions.serving.probes.ask import ask
 from llama_ft.extensions.serving.probes.check import compared
 from llama_ft.extensions.serving.probes.probes import Probes, Scores, find_probes
 from llama_ft.extensions.serving.probes.server import Rejected, Server
 from llama_ft.extensions.serving.probes.verdict import Weights, judge
+from llama_ft.extensions.serving.rules import vllm_versions
+from llama_ft.extensions.serving.vllm import check_vllm
 
 FOLDER = Path(__file__).parent
 RESULTS = REPOSITORY / "benchmarks" / "results" / "serve.jsonl"
@@ -48,10 +51,12 @@ PAGE = REPOSITORY / "docs" / "guides" / "serve.md"
 MARKS = ("<!-- serve.py: begin -->\n", "<!-- serve.py: end -->\n")
 TOLERANCE = 1e-3  # of a log-probability in fp32; in bf16 it is judged as by check --server
 DTYPE = {"Qwen3.5": "bfloat16"}  # vLLM on a CPU: "CPU GDN attention requires BF16"; others: float32
+FP8_FAMILIES = ("Llama", "Qwen3")  # written in FP8; vLLM on a CPU computes it in bf16
 # Stacked experts: a gate and an up projection have twice the rank. Of models whose experts vLLM does
 # not stack, the server and each adapter must say so.
 STACKED = {"Qwen3-MoE": ["--enable-mixed-moe-lora-format"]}
 EFFECT = 10  # times the tolerance
+ENGINE_FAILS = "engine fails"
 START_SECONDS = 900
 NOT_INSTALLED = f"{vllm_package.PACKAGE} cannot be installed here"
 TEXT_ONLY = ("--language-model-only",)  # no processor for images; of other models it does nothing
@@ -67,12 +72,16 @@ RUNS = {
     "LoRA": LORA,
     "LoRA on attention": f"{LORA} {ATTENTION}",
     "QLoRA": f"{LORA} --quantization 4bit",
+    "FP8 as stored": f"{LORA} --quantization as_stored",
     "full": "--lr 2e-3",
 }
 EXPORTED = "LoRA exported"  # with --for vllm
-ADAPTERS = ("LoRA", EXPORTED, "LoRA on attention", "QLoRA")
+FP8 = "FP8 as stored"  # of a base model in FP8, which the server has, too
+ADAPTERS = ("LoRA on attention", "LoRA", EXPORTED, "QLoRA")  # of one base model, in this order
 WHOLE = ("full", "merged")
-ARTEFACTS = (*ADAPTERS, *WHOLE)
+NEXT_VERSION = "0.33"
+BY_SOURCE = f"LoRA, {NEXT_VERSION} by source"  # what --for vllm says
+ARTEFACTS = ("LoRA", EXPORTED, "LoRA on attention", "QLoRA", FP8, *WHOLE, BY_SOURCE)
 WORDS = "model weight adapter server token loss batch layer cache queue probe prompt answer shard".split()
 
 
@@ -81,7 +90,8 @@ class Outcome:
     """What became of an artefact of a family.
 
     Attributes:
-        result: served, not applied, other weights, or refused: neither trained, loaded or answered.
+        result: served, not applied, other weights, engine fails, or refused: neither trained, loaded or
+            answered.
         difference: largest difference from our log-probabilities; None if there is none.
         effect: the same of the base model.
         message: of the program that refused.
@@ -132,7 +142,12 @@ def make_artefacts(families: Sequence[str], artefacts: Sequence[str], work: Path
         for artefact, flags in RUNS.items():
             if artefact not in artefacts and artefact != "LoRA":  # others are made of it
                 continue
-            paths = f"--model_name {folder}/base --dataset {work}/samples.jsonl"
+            if artefact == FP8 and family not in FP8_FAMILIES:
+                continue
+            base = base_of(artefact)
+            if artefact == FP8:
+                steps.append({"do": "fp8", "flags": [f"{folder}/base", f"{folder}/{base}"]})
+            paths = f"--model_name {folder}/{base} --dataset {work}/samples.jsonl"
             out = folder / folder_name(artefact)
             steps.append(
                 {"do": "train", "flags": f"{paths} {SETTINGS} {flags} --output_dir {out}".split()}
@@ -167,6 +182,11 @@ def make_artefacts(families: Sequence[str], artefacts: Sequence[str], work: Path
         if "error" in step:
             failed[step["flags"][-1]] = step["error"]
     return failed
+
+
+def base_of(artefact: str) -> str:
+    """Return the directory of the base model of an artefact."""
+    return "base-fp8" if artefact == FP8 else "base"
 
 
 class Launcher:
@@ -220,9 +240,9 @@ class Launcher:
                 os.killpg(process, signal.SIGKILL)  # its own group: see serve_vllm.py
 
 
-def dtype_of(family: str) -> str:
+def dtype_of(family: str, artefact: str = "") -> str:
     """Return the dtype in which vLLM computes a family."""
-    return DTYPE.get(family, "float32")
+    return "bfloat16" if artefact == FP8 else DTYPE.get(family, "float32")
 
 
 def free_port() -> int:
@@ -256,8 +276,9 @@ def last_error(log: Path) -> str:
     found = re.findall(
         r"^.*?((?:(?:\w+\.)*\w*(?:Error|Exception)|error): .*)$", log.read_text(), re.MULTILINE
     )
-    # the engine's error is before that of the program that waits for it
-    own = [line for line in found if "Engine core initialization failed" not in line]
+    # the engine's error is before those of the programs that wait for it
+    waiting = ("Engine", "WorkerProc", "Cancelled")
+    own = [line for line in found if not any(name in line for name in waiting)]
     return (own or found or ["no message"])[-1][:300]
 
 
@@ -286,12 +307,17 @@ def compare(address: str, model: str, family: str, artefact: str, work: Path) ->
         probes = probes_of(work / folder_name(family), artefact)
         answers = ask(Server(address, 300), model, probes.probes)
     except UserError as error:
-        return Outcome(family, artefact, "refused", message=error.messages[0])
+        message = error.messages[0]
+        result = (
+            ENGINE_FAILS if " HTTP 500" in message or "stopped answering" in message else "refused"
+        )
+        return Outcome(family, artefact, result, message=message)
     numbers = compared(probes, answers)
-    verdict = judge([*numbers.prompts, *numbers.following], None)
+    quantization = probes.quantization if artefact == FP8 else None
+    verdict = judge([*numbers.prompts, *numbers.following], quantization)
     assert verdict.largest_of_base is not None
     is_ours = verdict.largest <= TOLERANCE
-    if dtype_of(family) == "bfloat16":
+    if dtype_of(family, artefact) == "bfloat16":
         is_ours = verdict.weights is Weights.FINE_TUNED
     result = "other weights"
     if is_ours and verdict.largest_of_base > EFFECT * max(TOLERANCE, verdict.largest):
@@ -308,34 +334,65 @@ def serve_adapters(
     work: Path,
     failed: dict[str, str],
 ) -> Iterator[Outcome]:
-    """Serve the base model with each adapter, loaded one by one so that a message has its own."""
+    """Serve the base model of some adapters with each of them, loaded one by one so that a message has
+    its own. A server whose engine has failed is replaced."""
     folder = work / folder_name(family)
-    stacked = STACKED.get(family, [])
-    lora = [*"--enable-lora --max-lora-rank 16 --max-loras 1 --dtype".split(), dtype_of(family)]
+    title = f"{family} adapters of {base_of(artefacts[0])}"
+    dtype = dtype_of(family, artefacts[0])
+    lora = [*"--enable-lora --max-lora-rank 16 --max-loras 1 --dtype".split(), dtype]
+    flags = [*TEXT_ONLY, *lora, *STACKED.get(family, [])]
+    remaining = []
+    for artefact in artefacts:
+        message = failed.get(str(folder / folder_name(artefact)))
+        if message is None:
+            remaining.append(artefact)
+            continue
+        result = "refused by --for vllm" if artefact == EXPORTED else "not trained"
+        yield Outcome(family, artefact, result, message=message)
+    while remaining:
+        try:
+            with launcher.serve(folder / base_of(artefacts[0]), title, *flags) as address:
+                while remaining:
+                    outcome = serve_adapter(address, family, remaining.pop(0), work)
+                    if outcome.result == ENGINE_FAILS:
+                        yield replace(
+                            outcome, message=last_error(work / f"{folder_name(title)}.log")
+                        )
+                        break
+                    yield outcome
+        except OSError as error:
+            for artefact in remaining:
+                yield Outcome(family, artefact, "not loaded", message=str(error))
+            return
+
+
+def serve_adapter(address: str, family: str, artefact: str, work: Path) -> Outcome:
+    """Load an adapter into a server of its base model, and compare."""
+    path = work / folder_name(family) / folder_name(artefact)
+    name = folder_name(artefact)
+    saved = path if artefact == EXPORTED else path / "model"
+    content: dict[str, Any] = {"lora_name": name, "lora_path": str(saved)}
+    if family in STACKED and artefact != "LoRA on attention":
+        content["is_3d_lora_weight"] = True
     try:
-        with launcher.serve(
-            folder / "base", f"{family} adapters", *TEXT_ONLY, *lora, *stacked
-        ) as address:
-            for artefact in artefacts:
-                path = folder / folder_name(artefact)
-                if str(path) in failed:
-                    result = "refused by --for vllm" if artefact == EXPORTED else "not trained"
-                    yield Outcome(family, artefact, result, message=failed[str(path)])
-                    continue
-                name = folder_name(artefact)
-                saved = path if artefact == EXPORTED else path / "model"
-                content: dict[str, Any] = {"lora_name": name, "lora_path": str(saved)}
-                if stacked and artefact != "LoRA on attention":
-                    content["is_3d_lora_weight"] = True
-                try:
-                    load_adapter(address, content)
-                except Rejected as error:
-                    yield Outcome(family, artefact, "refused", message=str(error))
-                    continue
-                yield compare(address, name, family, artefact, work)
-    except OSError as error:
-        for artefact in artefacts:
-            yield Outcome(family, artefact, "not loaded", message=str(error))
+        load_adapter(address, content)
+    except Rejected as error:
+        result = ENGINE_FAILS if error.status >= 500 else "refused"
+        return Outcome(family, artefact, result, message=str(error))
+    return compare(address, name, family, artefact, work)
+
+
+def judge_by_source(family: str, work: Path) -> Outcome:
+    """Return what the rules of the next version say about the adapter as it was trained."""
+    folder = work / folder_name(family)
+    [version] = vllm_versions(NEXT_VERSION)
+    adapter = read_adapter(folder / "LoRA" / "model")
+    verdict = check_vllm(version, adapter, read_base(folder / "base", family))
+    if verdict.problems:
+        message = " ".join(problem.what for problem in verdict.problems)
+        return Outcome(family, BY_SOURCE, "refused by --for vllm", message=message)
+    result = "served if exported" if verdict.renames else "served"
+    return Outcome(family, BY_SOURCE, result)
 
 
 def load_adapter(address: str, content: dict[str, Any]) -> None:
@@ -380,10 +437,14 @@ def table(outcomes: Sequence[Outcome]) -> str:
             found = by_place.get((family, artefact))
             cells.append(found.cell() if found else "not tried")
         lines.append(f"| {family} | {' | '.join(cells)} |")
-    notes = []
+    places = dict[str, list[str]]()
     for one in outcomes:
         if one.message:
-            notes.append(f"- {one.family}, {one.artefact}: `{one.message.replace('`', '')}`")
+            message = one.message.replace("`", "")
+            places.setdefault(f"{one.result}: `{message}`", []).append(
+                f"{one.family} ({one.artefact})"
+            )
+    notes = [f"- {', '.join(found)}: {message}" for message, found in places.items()]
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -392,7 +453,7 @@ def write_page(outcomes: Sequence[Outcome]) -> None:
     text = PAGE.read_text()
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    about = f"vLLM {vllm_package.VERSION} on a CPU, in fp32 (Qwen3.5: bf16), by `python benchmarks/serving/serve.py`."
+    about = f"vLLM {vllm_package.VERSION} on a CPU, in fp32 (Qwen3.5 and FP8: bf16), by `python benchmarks/serving/serve.py`."
     PAGE.write_text(f"{before}{MARKS[0]}{about}\n\n{table(outcomes)}\n{MARKS[1]}{after}")
 
 
@@ -456,6 +517,10 @@ def outcomes_of(
     adapters = [artefact for artefact in ADAPTERS if artefact in options.artefacts]
     if adapters:
         yield from serve_adapters(launcher, family, adapters, options.work, failed)
+    if FP8 in options.artefacts and family in FP8_FAMILIES:
+        yield from serve_adapters(launcher, family, [FP8], options.work, failed)
+    if BY_SOURCE in options.artefacts:
+        yield judge_by_source(family, options.work)
     for artefact in WHOLE:
         if artefact in options.artefacts:
             yield serve_whole(launcher, family, artefact, options.work, failed)

@@ -1,15 +1,19 @@
 """Small random models of the families of serve.py, of the classes in which they are published."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 SPECIAL = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<image>", "<image_end>", "<row>")
+FP8_BLOCK = 128
 VOCABULARY = 320  # 256 bytes, the special tokens, and rows without a token
 CHATML = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
@@ -124,6 +128,32 @@ def write_model(family: str, folder: Path, seed: int = 0) -> Path:
     model.to(torch.bfloat16).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+def write_fp8(source: Path, folder: Path) -> None:
+    """Write a model with the weights of its layers in FP8, in blocks of 128 x 128 with a scale."""
+    shutil.copytree(source, folder)
+    stored = load_file(source / "model.safetensors")
+    written = {}
+    for name, tensor in stored.items():
+        if not name.endswith("_proj.weight"):
+            written[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        blocks = tensor.float().reshape(
+            rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK
+        )
+        scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        codes = (blocks / scale[:, None, :, None]).reshape(rows, columns)
+        written[name] = codes.to(torch.float8_e4m3fn)
+        written[f"{name}_scale_inv"] = scale
+    save_file(written, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]
+    }  # fmt: skip
+    file.write_text(json.dumps(config, indent=2))
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -19,16 +19,16 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in (".", "src", "recipes")]
 import export as export_recipe
 import finetuning
 
-from benchmarks.serving.serve_models import write_model
+from benchmarks.serving.serve_models import write_fp8, write_model
 from llama_ft import runtime
 from llama_ft.config.reading.parse import as_keywords
 from llama_ft.data.batches.sampler import BatchLayout
 from llama_ft.export_flags import read_export_flags
 from llama_ft.extensions.serving.probes.part import make_probes, score_prompts
-from llama_ft.extensions.serving.probes.probes import find_probes
+from llama_ft.extensions.serving.probes.probes import WEAKER, find_probes
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import open_model
-from llama_ft.models.adapters.lora import adapter_off
+from llama_ft.models.adapters.lora import adapter_off, adapter_scaled
 
 
 def train(flags: list[str]) -> None:
@@ -53,7 +53,9 @@ def probe(flags: list[str]) -> None:
         tuned = score_prompts(opened.built, prompts, layout, ranks)
         with adapter_off(opened.model):
             base = score_prompts(opened.built, prompts, layout, ranks)
-    again = make_probes(opened.tokenizer, prompts, tuned, base)
+        with adapter_scaled(opened.model, WEAKER):
+            weaker = score_prompts(opened.built, prompts, layout, ranks)
+    again = make_probes(opened.tokenizer, prompts, tuned, base, weaker)
     written = dataclasses.replace(probes, quantization=None, probes=again)
     Path(out, "model").mkdir(parents=True)
     written.save(Path(out, "model", "probes.json"))
@@ -65,7 +67,19 @@ def model(flags: list[str]) -> None:
     write_model(family, Path(folder))
 
 
-STEPS: dict[str, Any] = {"model": model, "train": train, "export": export, "probe": probe}
+def fp8(flags: list[str]) -> None:
+    """Write a model in FP8: DIRECTORY OUT."""
+    source, folder = flags
+    write_fp8(Path(source), Path(folder))
+
+
+STEPS: dict[str, Any] = {
+    "model": model,
+    "fp8": fp8,
+    "train": train,
+    "export": export,
+    "probe": probe,
+}
 
 
 def main(file: Path) -> None:

@@ -24,6 +24,7 @@ from llama_ft.config.attempts import Attempts, value_over_time
 from llama_ft.config.paths import (
     COPIED_FILES,
     MODEL_PATTERNS,
+    PROBES_FILE,
     PROMPT_FORMAT,
     looks_local,
     recorded_prompt_format,
@@ -389,10 +390,11 @@ def write_adapter(
 
 def copy_adapter(folder: Path, target: Path, base_model: str, finish: Finish) -> None:
     """Copy the files of a saved adapter, with a new model card. `finish` is called before they
-    replace `target`."""
+    replace `target`. Probes, which hold text of samples, are not copied: exports are published."""
     with written_aside(target) as aside:
         for file in sorted(folder.iterdir()):
-            if file.is_file() and matches(file.name, MODEL_PATTERNS):
+            is_of_adapter = matches(file.name, MODEL_PATTERNS) and file.name != PROBES_FILE
+            if file.is_file() and is_of_adapter:
                 shutil.copy(file, aside / file.name)
         write_model_card(aside, base_model, {PROMPT_FORMAT: recorded_prompt_format(folder)})
         finish(aside)

@@ -102,6 +102,18 @@ def halve_alpha(tuned: Any) -> None:
         layer.scaling["default"] /= 2
 
 
+def lower_alpha(tuned: Any) -> None:
+    """14 for 16."""
+    for layer in of_layers(tuned):
+        layer.scaling["default"] *= 14 / 16
+
+
+def raise_alpha(tuned: Any) -> None:
+    """18 for 16."""
+    for layer in of_layers(tuned):
+        layer.scaling["default"] *= 18 / 16
+
+
 def cut_rank(tuned: Any) -> None:
     for layer in of_layers(tuned):
         layer.lora_B["default"].weight[:, 6:] = 0
@@ -120,7 +132,8 @@ def replace_base(tuned: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [double_alpha, halve_alpha, cut_rank, lose_a_layer, replace_base]
+    "change",
+    [double_alpha, halve_alpha, lower_alpha, raise_alpha, cut_rank, lose_a_layer, replace_base],
 )
 def test_a_broken_adapter_is_neither_applied_nor_the_base_model(
     saved: Saved, capsys: pytest.CaptureFixture[str], change: Callable[[Any], None]
@@ -128,6 +141,15 @@ def test_a_broken_adapter_is_neither_applied_nor_the_base_model(
     code, text = checked(served(saved, change), saved[1], capsys)
     assert code == 3
     assert "neither the fine-tuned nor the base model: other weights, template or dtype" in text
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "llama.cpp", "ollama"])
+def test_an_eighth_less_of_alpha_is_told_on_each_server(
+    saved: Saved, capsys: pytest.CaptureFixture[str], dialect: str
+) -> None:
+    code, text = checked(served(saved, lower_alpha, dialect=dialect), saved[1], capsys)
+    assert code == 3
+    assert "from base to fine-tuned model the server is at" in text
 
 
 def test_another_chat_template_is_found(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +213,9 @@ class Misbehaving(http.server.BaseHTTPRequestHandler):
                 self.wfile.flush()
                 time.sleep(0.1)
             return
+        if self.behavior == "dies" and self.path != "/v1/models":
+            self.connection.close()
+            return
         status, text = self.reply()
         self.send_response(status)
         if self.behavior == "redirect":
@@ -215,6 +240,8 @@ class Misbehaving(http.server.BaseHTTPRequestHandler):
             return simple[self.behavior]
         if self.path == "/v1/models":
             return 200, '{"data": [{"id": "tuned"}]}'
+        if self.behavior.endswith(" later"):
+            return simple[self.behavior.removesuffix(" later")]
         if self.behavior == "another tokenizer":
             return 400, '{"error": {"message": "Token id 300 is out of vocabulary"}}'
         if self.behavior == "odd numbers":
@@ -256,6 +283,13 @@ def misbehaving(behavior: str) -> Iterator[str]:
         ("another tokenizer", "It says: Token id 300 is out of vocabulary."),
         ("no log-probabilities", "gives no log-probabilities for the tokens of a prompt"),
         ("odd numbers", "gives no log-probabilities for the tokens of a prompt"),
+        (
+            "500 later",
+            "/v1/completions fails with HTTP 500 (worker died (Bearer ***)). The server's own log has",
+        ),
+        ("html later", "/v1/completions answers with HTML, not with JSON"),
+        ("401 later", "HTTP 401. OPENAI_API_KEY has another key"),
+        ("dies", "has stopped answering ("),
         ("slow", "does not answer within 1 s. --server_timeout allows more."),
         ("drip", "does not answer within 1 s. --server_timeout allows more."),
     ],

@@ -46,8 +46,10 @@ def test_an_adapter_stays_one_and_the_command_names_base_rank_and_place(
     base: Path, tmp_path: Path
 ) -> None:
     adapter = save_adapter(base, tmp_path / "adapter", r=12)
+    (adapter / "probes.json").write_text("text of samples")
     done = export(adapter, tmp_path / "out", "--for", "vllm")
     assert done.exit_code == 0, done.output
+    assert not (tmp_path / "out" / "probes.json").exists()
     command = (
         f"vllm serve {base} --enable-lora --max-lora-rank 16 --lora-modules out={tmp_path}/out"
     )
@@ -138,3 +140,27 @@ def test_the_line_at_the_end_of_a_run_has_the_command_or_what_to_do_instead(
     refused = save_adapter(base, tmp_path / "dora" / "model", use_dora=True)
     instead = f"llama-ft export {tmp_path}/dora OUT --for vllm --merge --save_dtype bfloat16"
     assert adapter_line(refused, "org/base", base).endswith(f"DoRA (use_dora). Instead: {instead}")
+
+
+def test_an_adapter_of_experts_gets_the_rank_and_the_format_that_vllm_needs(tmp_path: Path) -> None:
+    """PEFT trains gate and up projection as one matrix, with twice the rank."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 301}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, **heads))
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = LoraConfig(r=8, target_modules=["q_proj"], target_parameters=names)
+    settings.rank_pattern = {r".*\.gate_up_proj": 16}
+    adapter = tmp_path / "run" / "model"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(
+        str(adapter)
+    )
+    line = adapter_line(adapter, "org/base", base)
+    assert "vllm serve org/base --enable-lora --max-lora-rank 16" in line
+    assert "--enable-mixed-moe-lora-format" in line
+    assert '"is_3d_lora_weight": true' in line

@@ -65,6 +65,11 @@ def test_probes_of_an_adapter_are_those_of_peft_and_of_the_base_model(
     tuned = PeftModel.from_pretrained(base, runs / name / "model")
     assert largest_difference(tuned, probes, "fine_tuned") < 1e-3
     assert largest_difference(tuned, probes, "base") > 0.1
+    for layer in tuned.modules():
+        if hasattr(layer, "lora_A"):
+            layer.scaling["default"] *= 0.9
+    assert largest_difference(tuned, probes, "weaker") < 1e-3
+    assert largest_difference(tuned, probes, "fine_tuned") > 1e-2
 
 
 def test_probes_of_a_whole_model_have_no_base(runs: Path) -> None:

@@ -131,6 +131,22 @@ def test_keep_last_and_the_best_hold_in_the_store_and_foreign_objects_stay(
     assert run.uploads.describe() == f"Uploaded: file://{tmp_path}/store"
 
 
+def test_the_final_model_is_uploaded_without_its_probes(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """They hold text of the validation set."""
+    run = start()
+    run.save(1)
+    (tmp_path / "run" / "model").mkdir()
+    for name in ("config.json", "probes.json"):
+        (tmp_path / "run" / "model" / name).write_text("{}")
+    run.uploads.put_model()
+    run.uploads.put_outcome(1)
+    assert [file.name for file in (tmp_path / "store" / "model").iterdir()] == ["config.json"]
+    named = (tmp_path / "store" / "result.json").read_text()
+    assert "model/config.json" in named and "probes" not in named
+
+
 def test_a_checkpoint_is_fetched_with_its_log_on_an_empty_disk(
     start: Callable[..., Run], tmp_path: Path, runtime: Ranks
 ) -> None:

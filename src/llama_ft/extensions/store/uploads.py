@@ -23,7 +23,7 @@ from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.retention import SavedCheckpoint, surplus
 from llama_ft.checkpoint.writer import SaveHooks
-from llama_ft.config.paths import BAD_SAMPLES_FILE
+from llama_ft.config.paths import BAD_SAMPLES_FILE, PROBES_FILE
 from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import RunFailure, reason
 from llama_ft.extensions.store.object_store import (
@@ -446,7 +446,9 @@ class Uploads:
             raise self.error
 
     def _put_model(self) -> None:
-        files = sorted(path for path in (self._directory / "model").rglob("*") if path.is_file())
+        # probes hold text of samples, and others may read the store
+        found = (self._directory / "model").rglob("*")
+        files = sorted(path for path in found if path.is_file() and path.name != PROBES_FILE)
         started = time.monotonic()
         try:
             self._check_owner()

@@ -462,6 +462,25 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+@contextmanager
+def adapter_scaled(model: nn.Module, factor: float) -> Iterator[None]:
+    """In the block, the model computes as with an alpha that is `factor` times as large."""
+    scalings: list[dict[str, float]] = [
+        module.scaling
+        for module in model.modules()
+        if isinstance(module, tuners_utils.BaseTunerLayer) and hasattr(module, "scaling")
+    ]
+    before = [dict(scaling) for scaling in scalings]
+    for scaling in scalings:
+        for name in scaling:
+            scaling[name] *= factor
+    try:
+        yield
+    finally:
+        for scaling, kept in zip(scalings, before, strict=True):
+            scaling.update(kept)
+
+
 def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the first value of each of an adapter's parameters, one layer at a time on
     the CPU. Values are drawn as in PEFT, by a generator of (seed, name), so that they do not depend

@@ -24,6 +24,8 @@ from llama_ft.extensions.serving.probes.server import Rejected, Server
 COMPLETIONS = "/v1/completions"
 OLLAMA = "/api/generate"
 MOST_LIKELY = 5  # OpenAI's limit
+# of the next token, where that is all that can be compared; llama.cpp has no limit, Ollama this one
+MOST_LIKELY_ALONE = 20
 TOKEN_ID = "token_id:"  # vLLM writes it in place of a token's text
 # What a model's generation_config.json may set. Servers ignore names that they do not know.
 AS_COMPUTED = {
@@ -91,7 +93,7 @@ def ask(server: Server, model: str, probes: Sequence[Probe]) -> list[Answer]:
         UserError: it gives none, or it fails.
     """
     problems = list[str]()
-    for way in (_as_vllm, _with_echo, _next_only, _as_ollama):
+    for way in (_as_vllm, _with_echo, _next_alone, _next_only, _as_ollama):
         answers = list[Answer]()
         try:
             for probe in probes:
@@ -153,12 +155,16 @@ def _with_echo(server: Server, model: str, probe: Probe) -> Answer:
     return Answer(scores, *following)
 
 
-def _next_only(server: Server, model: str, probe: Probe) -> Answer:
+def _next_alone(server: Server, model: str, probe: Probe) -> Answer:
+    return _next_only(server, model, probe, MOST_LIKELY_ALONE)
+
+
+def _next_only(server: Server, model: str, probe: Probe, most_likely: int = MOST_LIKELY) -> Answer:
     content = {
         **AS_COMPUTED,
         "model": model,
         "prompt": list(probe.token_ids),
-        "logprobs": MOST_LIKELY,
+        "logprobs": most_likely,
     }
     return Answer((), *_next_tokens(_choice(server.post(COMPLETIONS, content))))
 
@@ -172,7 +178,7 @@ def _as_ollama(server: Server, model: str, probe: Probe) -> Answer:
         "raw": True,
         "stream": False,
         "logprobs": True,
-        "top_logprobs": MOST_LIKELY,
+        "top_logprobs": MOST_LIKELY_ALONE,
         "options": {"temperature": 0, "num_predict": 1, "seed": 0},
     }
     listed = server.post(OLLAMA, content)["logprobs"]

@@ -22,6 +22,7 @@ from llama_ft.extensions.serving.probes.verdict import Compared, Verdict, Weight
 from llama_ft.masking import is_url_with_secret, printable
 
 WRONG_WEIGHTS = 3  # exit code
+UNNOTICED = 0.1  # share of the adapter's effect whose loss could matter
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -100,9 +101,9 @@ def compared(probes: Probes, answers: Sequence[Answer]) -> ServerNumbers:
     tokens is in a probe."""
     numbers = ServerNumbers([], [])
     for probe, answer in zip(probes.probes, answers, strict=True):
-        for score, (tuned, of_base) in zip(answer.scores, probe.scores.pairs(), strict=False):
+        for score, of_run in zip(answer.scores, probe.scores.by_token(), strict=False):
             if score is not None:
-                numbers.prompts.append(Compared(score, tuned, of_base))
+                numbers.prompts.append(Compared(score, *of_run))
         numbers.following.extend(_next_numbers(probe, answer))
     if not numbers.prompts and not numbers.following:
         raise UserError(
@@ -135,13 +136,13 @@ def _judge_parts(probes: Probes, answers: Sequence[Answer], has_head: bool = Fal
 def _next_numbers(probe: Probe, answer: Answer) -> Iterator[Compared]:
     """Yield the comparisons of the tokens that follow a prompt."""
     texts = Counter(probe.next_texts)
-    of_run = probe.next_scores.pairs()
-    for token, text, (tuned, of_base) in zip(probe.next_ids, probe.next_texts, of_run, strict=True):
+    by_token = probe.next_scores.by_token()
+    for token, text, of_run in zip(probe.next_ids, probe.next_texts, by_token, strict=True):
         score = answer.next_by_id.get(token)
         if score is None and texts[text] == 1:
             score = answer.next_by_text.get(text)
         if score is not None:
-            yield Compared(score, tuned, of_base)
+            yield Compared(score, *of_run)
 
 
 def _describe(verdict: Verdict, probes: Probes, run: str) -> str:
@@ -154,7 +155,13 @@ def _describe(verdict: Verdict, probes: Probes, run: str) -> str:
         difference += f"; the base model's is {verdict.largest_of_base:.1e}"
     what = "the adapter is applied" if probes.is_adapter else "the weights are as trained"
     if verdict.weights is Weights.FINE_TUNED:
-        return f"{what} ({difference})."
+        text = f"{what} ({difference})."
+        if verdict.tolerance > UNNOTICED:
+            text += (
+                f"\nThe comparison is rough: with {verdict.tolerance:.0%} more or less of its effect, the adapter "
+                "would pass, too."
+            )
+        return text
     if verdict.weights is Weights.BASE:
         return (
             f"the server answers as the base model: the adapter is NOT applied ({difference}).\n"
@@ -171,6 +178,8 @@ def _describe(verdict: Verdict, probes: Probes, run: str) -> str:
             f"\nAlong the way from base to fine-tuned model the server is at {verdict.share:.0%}: for a part of it, "
             "look for another alpha or rank, names that the server skips, or layers without adapter."
         )
+    if verdict.strength is not None and verdict.is_almost:
+        text += f"\nThe numbers are those of an alpha that is {verdict.strength:.0%} of the trained one."
     if probes.quantization is not None:
         text += f"\nThe run has computed with a {probes.quantization} base model; the server may have another."
     return text

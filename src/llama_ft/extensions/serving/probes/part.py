@@ -18,9 +18,16 @@ from llama_ft.data import IGNORED, Batch, BatchLayout
 from llama_ft.data.read.formats import BadSample
 from llama_ft.data.tokenize.prompt_tokens import chat_prompt
 from llama_ft.errors import UserError
-from llama_ft.extensions.serving.probes.probes import DIGITS, ChatProbe, Probe, Probes, Scores
+from llama_ft.extensions.serving.probes.probes import (
+    DIGITS,
+    WEAKER,
+    ChatProbe,
+    Probe,
+    Probes,
+    Scores,
+)
 from llama_ft.models import BuiltModel, without_graphs
-from llama_ft.models.adapters.lora import adapter_off
+from llama_ft.models.adapters.lora import adapter_off, adapter_scaled
 from llama_ft.models.computing.chunked_loss import cross_entropy
 from llama_ft.models.quantization.layers import quantization_name
 from llama_ft.run.parts import Part
@@ -65,18 +72,21 @@ class WriteProbes(Part):
             layout = dataclasses.replace(layout, pack_length=None)
         run.memory.enter("evaluation")
         base: list[PromptScores] | None = None
+        weaker: list[PromptScores] | None = None
         with evaluating(built.model), without_graphs(built.model):
             tuned = score_prompts(built, prompts, layout, run.ranks)
             if can_turn_off(built):
                 with adapter_off(built.model):
                     base = score_prompts(built, prompts, layout, run.ranks)
+                with adapter_scaled(built.model, WEAKER):
+                    weaker = score_prompts(built, prompts, layout, run.ranks)
         if run.ranks.is_main:
             dtype = runtime.PRECISIONS[run.config.train.precision].compute
             probes = Probes(
                 is_adapter=built.adapter is not None,
                 dtype=str(dtype).removeprefix("torch."),
                 quantization=quantization_name(built.model) or None,
-                probes=make_probes(self._tokenizer, prompts, tuned, base),
+                probes=make_probes(self._tokenizer, prompts, tuned, base, weaker),
                 chat=self._chat(run),
             )
             probes.save(run.directory / "model" / PROBES_FILE)
@@ -102,6 +112,7 @@ def make_probes(
     prompts: Sequence[list[int]],
     tuned: Sequence[PromptScores],
     base: Sequence[PromptScores] | None,
+    weaker: Sequence[PromptScores] | None,
 ) -> list[Probe]:
     """Return probes with rounded log-probabilities.
 
@@ -110,25 +121,31 @@ def make_probes(
         prompts: token ids.
         tuned: of the fine-tuned model.
         base: of the base model; None if they are unknown.
+        weaker: with WEAKER of the adapter; None if they are unknown.
     """
     probes = []
     for number, ids in enumerate(prompts):
         of_tuned = tuned[number]
         of_base = None if base is None else base[number]
+        of_weaker = None if weaker is None else weaker[number]
         next_ids = _most_likely(of_tuned.following)
         if of_base is not None:
             next_ids = list(dict.fromkeys([*next_ids, *_most_likely(of_base.following)]))
-        next_base = None if of_base is None else _rounded(of_base.following[next_ids])
+        next_scores = [
+            None if scores is None else _rounded(scores.following[next_ids])
+            for scores in (of_base, of_weaker)
+        ]
         probe = Probe(
             token_ids=ids,
             text=_text_of(tokenizer, ids),
             scores=Scores(
                 _rounded(of_tuned.scores),
                 None if of_base is None else _rounded(of_base.scores),
+                None if of_weaker is None else _rounded(of_weaker.scores),
             ),
             next_ids=next_ids,
             next_texts=[str(tokenizer.decode([token])) for token in next_ids],
-            next_scores=Scores(_rounded(of_tuned.following[next_ids]), next_base),
+            next_scores=Scores(_rounded(of_tuned.following[next_ids]), *next_scores),
         )
         probes.append(probe)
     return probes

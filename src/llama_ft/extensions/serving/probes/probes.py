@@ -4,6 +4,7 @@ them. A run writes them into `model/probes.json`, and `check --server` compares 
     token_ids       8   51   17    9      a prompt, and its log-probability from the second token on
     fine_tuned        -2.1 -0.3 -4.0
     base              -2.8 -0.9 -4.1
+    weaker            -2.2 -0.4 -4.0      with nine tenths of the adapter
     next            the most likely tokens after the prompt, with both log-probabilities
 """
 
@@ -18,23 +19,24 @@ from llama_ft.config.paths import PROBES_FILE, missing_run
 from llama_ft.errors import UserError, reason
 from llama_ft.processes import replace_text
 
-VERSION = 1
+VERSION = 2  # 1 has no `weaker`
+WEAKER = 0.9  # the weaker adapter's alpha, as a share
 DIGITS = 5  # of a log-probability: its error in bf16 is 1e-3 at best
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probabilities of a fine-tuned model, and of its base model if the run could compute
-    them."""
+    """Log-probabilities of a fine-tuned model. Of its base model, and of the base model with a weaker
+    adapter, if the run could compute them: see WEAKER."""
 
     fine_tuned: Sequence[float]
     base: Sequence[float] | None = None
+    weaker: Sequence[float] | None = None
 
-    def pairs(self) -> list[tuple[float, float | None]]:
-        """Return both of each token."""
-        if self.base is None:
-            return [(score, None) for score in self.fine_tuned]
-        return list(zip(self.fine_tuned, self.base, strict=True))
+    def by_token(self) -> list[tuple[float, float | None, float | None]]:
+        """Return fine_tuned, base and weaker of each token."""
+        unknown = [None] * len(self.fine_tuned)
+        return list(zip(self.fine_tuned, self.base or unknown, self.weaker or unknown, strict=True))
 
 
 @dataclass(frozen=True)

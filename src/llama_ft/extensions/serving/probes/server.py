@@ -21,6 +21,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 LARGEST_ANSWER = 2**26  # bytes; log-probabilities of a few hundred tokens are some kilobytes
 CHUNK = 2**16
 TEXT_SHOWN = 200  # characters of a server's own message
+SEE_LOG = "The server's own log has the reason."
 
 
 class Rejected(Exception):
@@ -49,6 +50,7 @@ class Server:
         self._timeout_seconds = timeout_seconds
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
         self._opener = _opener(self.url)
+        self._has_answered = False
 
     def get(self, path: str) -> dict[str, Any]:
         """Return what the server answers to a GET request. Errors: see `post`."""
@@ -84,13 +86,17 @@ class Server:
             if isinstance(cause, TimeoutError):
                 raise self._too_slow(address) from error
             why = reason(cause) if isinstance(cause, BaseException) else str(cause)
-            raise UserError(f"--server {self.url}: cannot be asked ({why}).") from error
+            what = f"cannot be asked ({why})."
+            if self._has_answered:
+                what = f"has stopped answering ({why}). {SEE_LOG}"
+            raise UserError(f"--server {self.url}: {what}") from error
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise self._no_api(address, text)
+        self._has_answered = True
         return answer
 
     def _failure(self, address: str, error: HTTPError, deadline: float) -> UserError | Rejected:
@@ -113,7 +119,9 @@ class Server:
         message = self._message_of(text)
         if status >= 500 and status != 501:
             shown = f" ({message})" if message else ""
-            return UserError(f"--server {self.url}: {address} fails with HTTP {status}{shown}.")
+            return UserError(
+                f"--server {self.url}: {address} fails with HTTP {status}{shown}. {SEE_LOG}"
+            )
         return Rejected(status, message or f"HTTP {status}")
 
     def _message_of(self, text: str) -> str:

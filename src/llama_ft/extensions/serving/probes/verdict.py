@@ -6,11 +6,14 @@ base  o----------------------------o  fine-tuned        effect: the distance bet
                  x                                      half of it: another alpha, rank or names
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
 from typing import NamedTuple
+
+from llama_ft.extensions.serving.probes.probes import WEAKER
 
 # Mean difference of log-probabilities between two correct programs: 0.01 to 0.03 in bf16, whose
 # logits of 16 to 32 are multiples of 1/8. A quantized base model is another one for a server that
@@ -18,12 +21,13 @@ from typing import NamedTuple
 NOISE = {None: 0.05, "8bit": 0.1}
 NOISE_QUANTIZED = 0.2
 SMALLEST_EFFECT = 0.01  # mean; below it nothing can be told
-# Shares of the effect. Rounding has any direction, and adds up to little over some hundred tokens;
-# another alpha, a smaller rank or a missing layer do not.
-ROUNDED = 0.02  # of a distance: far from the base model, values and their rounding are larger
-CLOSE = 0.1
-SHARE = 0.05
-SHARE_DESPITE_NOISE = 0.15
+ROUNDED = 0.02  # of the effect: far from the base model, values and their rounding are larger
+# How far a server goes from the base model to the fine-tuned one, and with how much of the adapter, must
+# be 1 within this. Rounding has any direction, so that it changes both by their standard errors only;
+# an alpha of 14 for 16 is 0.88, and a smaller rank or a missing layer is below 1, too.
+TOLERANCE = 0.05
+MOST_DESPITE_NOISE = 0.15  # with few tokens, or with another base model
+STANDARD_ERRORS = 4  # the tokens of a prompt are not independent: 2 would do for some that are
 
 
 class Weights(Enum):
@@ -35,12 +39,13 @@ class Weights(Enum):
 
 
 class Compared(NamedTuple):
-    """A log-probability of a server, of the fine-tuned model, and of the base model if it is
-    known."""
+    """A log-probability of a server, of the fine-tuned model, and of the base model and the weaker
+    adapter if they are known."""
 
     server: float
     fine_tuned: float
     base: float | None
+    weaker: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,9 @@ class Verdict:
         mean: mean difference from the fine-tuned model.
         effect: the same of the base model; None if unknown.
         share: where the server is between base (0) and fine-tuned model (1); None if unknown.
+        strength: with which share of the trained alpha the adapter gives the server's numbers, if it
+            is near 1; None if unknown.
+        tolerance: what the share and the strength may differ by.
     """
 
     weights: Weights | None
@@ -65,6 +73,13 @@ class Verdict:
     mean: float
     effect: float | None
     share: float | None
+    strength: float | None = None
+    tolerance: float = 0.0
+
+    @property
+    def is_almost(self) -> bool:
+        """Whether the server is so near to the fine-tuned model that `strength` means something."""
+        return self.effect is not None and self.mean < self.effect / 2
 
 
 def judge(numbers: Iterable[Compared], quantization: str | None) -> Verdict:
@@ -90,26 +105,48 @@ def judge(numbers: Iterable[Compared], quantization: str | None) -> Verdict:
     effect = fmean(abs(tuned) for tuned, _ in pairs)
     largest_of_base = max(abs(tuned) for tuned, _ in pairs)
     from_base = fmean(abs(server) for _, server in pairs)
-    squares = sum(tuned * tuned for tuned, _ in pairs)
-    share = sum(tuned * server for tuned, server in pairs) / squares if squares else 0.0
+    share, share_error = _project(pairs)
+    strength, strength_error = _strength(numbers)
+    tolerance = _tolerance(share_error if strength is None else strength_error)
     measured: Weights | None = None
     if effect >= SMALLEST_EFFECT:
         measured = Weights.OTHER
-        if _is_close(mean, share - 1, effect, noise):
+        largest_mean = max(noise, ROUNDED * effect)
+        near = max(abs(share - 1) - _tolerance(share_error), abs((strength or 1.0) - 1) - tolerance)
+        if mean <= largest_mean and near <= 0:
             measured = Weights.FINE_TUNED
-        elif _is_close(from_base, share, effect, noise):
+        elif from_base <= largest_mean and abs(share) <= _tolerance(share_error):
             measured = Weights.BASE
-    return Verdict(measured, len(numbers), largest, largest_of_base, mean, effect, share)
+    return Verdict(
+        measured, len(numbers), largest, largest_of_base, mean, effect, share, strength, tolerance
+    )
 
 
-def _is_close(distance: float, share: float, effect: float, noise: float) -> bool:
-    """Return whether a server differs by rounding only.
+def _tolerance(error: float) -> float:
+    return min(max(TOLERANCE, STANDARD_ERRORS * error), MOST_DESPITE_NOISE)
 
-    Args:
-        distance: mean difference from the model.
-        share: the part of it that lies between base and fine-tuned model, as a share of the effect.
-        effect, noise: mean differences.
-    """
-    if distance > max(noise, ROUNDED * effect):
-        return False
-    return abs(share) <= (SHARE if distance <= CLOSE * effect else SHARE_DESPITE_NOISE)
+
+def _strength(numbers: Sequence[Compared]) -> tuple[float | None, float]:
+    """Return the share of alpha that gives a server's numbers, and its standard error. From the weaker
+    adapter to the trained one, log-probabilities change by about a line, also if they would hardly
+    change with a stronger one."""
+    pairs = [
+        ((one.fine_tuned - one.weaker) / (1 - WEAKER), one.server - one.fine_tuned)
+        for one in numbers
+        if one.weaker is not None
+    ]
+    if not pairs:
+        return None, 0.0
+    slope, error = _project(pairs)
+    return 1 + slope, error
+
+
+def _project(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return by which factor the second numbers are the first ones, and its standard error: the slope
+    of a line through the origin."""
+    squares = sum(x * x for x, _ in pairs)
+    if not squares:
+        return 0.0, 0.0
+    slope = sum(x * y for x, y in pairs) / squares
+    rest = sum((y - slope * x) ** 2 for x, y in pairs)
+    return slope, math.sqrt(rest / max(len(pairs) - 1, 1) / squares)
