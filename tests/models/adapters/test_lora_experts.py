@@ -25,6 +25,7 @@ from llama_ft.models import BuiltModel, checkpoint_activations
 from llama_ft.models.adapters import lora_experts
 from llama_ft.models.adapters.lora import adapter_off, expert_names
 from llama_ft.models.adapters.lora_experts import LowRankSum, StackLora, use_split_experts
+from llama_ft.models.base.replaced_functions import replace_functions
 from llama_ft.models.quantization.layers import FourBit, Int8, Scheme, quantize_stacks
 from llama_ft.runtime import Target, computing_on
 
@@ -57,6 +58,7 @@ def model_of(
     checkpointing: str = "off",
 ) -> Any:
     """A model with PEFT's adapters of its experts; equal for equal arguments."""
+    replace_functions()  # as building a model does
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPE | MODELS[model_type])
     choice = {} if model_type in OWN_LOOPS else {"experts_implementation": way}
