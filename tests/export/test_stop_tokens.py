@@ -28,12 +28,21 @@ ENDS = {
     "cohere2": "<|END_RESPONSE|>",  # the first of two tokens
     "deepseekv3": "<｜end▁of▁sentence｜>",
     "gemma3": "<end_of_turn>",
+    "gemma4_v5": "<turn|>",
+    "glm4moe": "<|user|>",  # which the next message begins with: the base model stops there
     "gptoss": "<|return|>",
+    "lfm2_2_5": "<|im_end|>",
+    "lfm2_v2": "<|im_end|>",
     "llama3_1": "<|eot_id|>",
+    "nemotron_3_nano": "<|im_end|>",
+    "nemotron_3_ultra": "<|im_end|>",
     "phi3_5": "<|end|>",
     "qwen2_5": "<|im_end|>",
     "qwen3": "<|im_end|>",
 }
+
+
+STOPS_OF_BASE = ("<|user|>",)
 
 
 def save_base(folder: Path, template: str, end: str) -> PreTrainedTokenizerFast:
@@ -67,7 +76,8 @@ def save_base(folder: Path, template: str, end: str) -> PreTrainedTokenizerFast:
         model.model.embed_tokens.weight.fill_(1)
         model.lm_head.weight.zero_()
         model.lm_head.weight[tokenizer.convert_tokens_to_ids(end)] = 1
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<base_end>")
+    stops = ["<base_end>", *([end] if end in STOPS_OF_BASE else [])]
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(stops)
     model.generation_config.bos_token_id = None
     model.save_pretrained(folder)
     tokenizer.chat_template = template

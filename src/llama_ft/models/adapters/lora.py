@@ -465,11 +465,10 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def adapter_scaled(model: nn.Module, factor: float) -> Iterator[None]:
     """In the block, the model computes as with an alpha that is `factor` times as large."""
-    scalings: list[dict[str, float]] = [
-        module.scaling
-        for module in model.modules()
-        if isinstance(module, tuners_utils.BaseTunerLayer) and hasattr(module, "scaling")
+    layers: list[Any] = [
+        module for module in model.modules() if isinstance(module, tuners_utils.BaseTunerLayer)
     ]
+    scalings = [layer.scaling for layer in layers if hasattr(layer, "scaling")]
     before = [dict(scaling) for scaling in scalings]
     for scaling in scalings:
         for name in scaling:
