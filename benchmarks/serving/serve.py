@@ -453,7 +453,8 @@ def write_page(outcomes: Sequence[Outcome]) -> None:
     text = PAGE.read_text()
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    about = f"vLLM {vllm_package.VERSION} on a CPU, in fp32 (Qwen3.5 and FP8: bf16), by `python benchmarks/serving/serve.py`."
+    how = "on a CPU, in fp32 (Qwen3.5 and FP8: bf16), by `python benchmarks/serving/serve.py`"
+    about = f"vLLM {vllm_package.VERSION} {how}."
     PAGE.write_text(f"{before}{MARKS[0]}{about}\n\n{table(outcomes)}\n{MARKS[1]}{after}")
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +156,12 @@ def write_fp8(source: Path, folder: Path) -> None:
     file.write_text(json.dumps(config, indent=2))
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer that has a token per byte, with a chat template."""
+def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> None:
+    """Write a tokenizer that has a token per byte, and for each merge, with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *alphabet])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    merged = [first + second for first, second in merges]
+    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *alphabet, *merged])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(list(SPECIAL))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from forked import forked
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -91,6 +91,79 @@ def save_tokenizer(folder: Path, template: str | None = None) -> PreTrainedToken
     )
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def sentencepiece(form: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of SentencePiece's form: spaces are ▁, and unknown characters bytes."""
+    spaces = normalizers.Replace(" ", "▁")
+    prepend = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+    learned = Tokenizer(models.BPE())
+    learned.normalizer = prepend
+    trainer = trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    learned.train_from_iterator(["Who reads the checkpoint?", "Rank 0 reads the weights."], trainer)
+    model = json.loads(learned.to_str())["model"]
+    first = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
+    vocabulary = {token: number for number, token in enumerate([*first, *model["vocab"]])}
+    merges = [tuple(pair) for pair in model["merges"]]
+    inner = Tokenizer(
+        models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    )
+    if form == "llama2":
+        inner.normalizer = prepend
+    elif form == "gemma":
+        inner.normalizer = spaces
+        inner.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=form, split=False)
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize("form", ["llama2", "gemma", "never"])
+def test_a_tokenizer_of_sentencepiece_is_read_back_with_the_same_tokens(
+    form: str, tmp_path: Path
+) -> None:
+    tokenizer = sentencepiece(form)
+    tokenizer.save_pretrained(tmp_path)
+    LlamaForCausalLM(LlamaConfig(**{**SHAPE, "vocab_size": 325})).save_pretrained(tmp_path)
+    write_model(tmp_path)
+    read = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    for text in (
+        "Who reads 12 weights?",
+        "  two  spaces\n\nand\t",
+        "é 漢字 🙂",
+        "the</s> rank",
+        " a",
+    ):
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert read(text, add_special_tokens=False)["input_ids"] == expected
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "llama"
+    assert fields["tokenizer.ggml.add_space_prefix"].contents() == (form == "llama2")
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    of_bytes = [gguf.TokenType.BYTE] * 256
+    named = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    assert kinds[: 3 + 256] == [*named, *of_bytes]
+    assert kinds[len(tokenizer) :] == [gguf.TokenType.UNUSED] * (325 - len(tokenizer))
+
+
+def test_what_llama_cpp_would_split_otherwise_is_refused(tmp_path: Path) -> None:
+    """It puts a space before a text that begins with one, and joins characters to any token."""
+    LlamaForCausalLM(LlamaConfig(**{**SHAPE, "vocab_size": 325})).save_pretrained(tmp_path)
+    sentencepiece("first").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="splits text"):
+        write_model(tmp_path)
+    sentencepiece("gemma").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer.json").read_text())
+    settings["model"]["merges"].pop()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="splits text"):
+        write_model(tmp_path)
 
 
 def save(case: str, folder: Path) -> Any:

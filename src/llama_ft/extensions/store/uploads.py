@@ -447,8 +447,8 @@ class Uploads:
 
     def _put_model(self) -> None:
         # probes hold text of samples, and others may read the store
-        found = (self._directory / "model").rglob("*")
-        files = sorted(path for path in found if path.is_file() and path.name != PROBES_FILE)
+        paths = (self._directory / "model").rglob("*")
+        files = sorted(path for path in paths if path.is_file() and path.name != PROBES_FILE)
         started = time.monotonic()
         try:
             self._check_owner()

@@ -476,8 +476,8 @@ def adapter_scaled(model: nn.Module, factor: float) -> Iterator[None]:
     try:
         yield
     finally:
-        for scaling, kept in zip(scalings, before, strict=True):
-            scaling.update(kept)
+        for scaling, earlier in zip(scalings, before, strict=True):
+            scaling.update(earlier)
 
 
 def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,8 @@
 """The tokenizer in a GGUF file: byte-level BPE, of which llama.cpp must know how it splits text into
-words."""
+words, or SentencePiece's BPE, which has spaces as ▁ and bytes for unknown characters."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from llama_ft.extensions.serving.gguf_files.architecture import SPARED
 
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACE = "▁"
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 # The regular expression of a tokenizer -> llama.cpp's name of this way to split text
 SPLITS = {
     CONTRACTIONS + WORDS % r"\p{N}{1,3}": "llama-bpe",
@@ -34,7 +37,11 @@ def write_vocabulary(writer: Any, folder: Path, gguf: Any) -> None:
     settings = read_json(folder / "tokenizer.json")
     model = settings.get("model") or {}
     split = _split(settings)
-    if model.get("type") != "BPE" or model.get("byte_fallback") or split is None:
+    prefix = _space_prefix(settings)
+    is_sentencepiece = bool(model.get("byte_fallback"))
+    scores = _scores(settings) if is_sentencepiece and prefix is not None else None
+    is_known = scores is not None if is_sentencepiece else split is not None
+    if model.get("type") != "BPE" or not is_known:
         raise UserError(
             f"{folder}: how its tokenizer splits text has no name in llama.cpp that is known here. "
             f"{SPARED} An adapter can be written: it has no tokenizer."
@@ -42,23 +49,83 @@ def write_vocabulary(writer: Any, folder: Path, gguf: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     size = int(read_json(folder / "config.json").get("vocab_size") or len(tokenizer))
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
-    added = tokenizer.added_tokens_decoder
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(size)]
+    if scores is None:
+        merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(split)
+        writer.add_token_merges(merges)
+    else:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores([scores.get(token, 0.0) for token in tokens])
+        writer.add_add_space_prefix(prefix)
+        if tokenizer.unk_token_id is not None:
+            writer.add_unk_token_id(tokenizer.unk_token_id)
+    writer.add_token_list(tokens)
+    writer.add_token_types(_types(tokenizer, by_id, size, scores is not None, gguf))
+    _write_special(writer, folder, tokenizer)
+
+
+def _types(
+    tokenizer: Any, by_id: dict[int, str], size: int, is_sentencepiece: bool, gguf: Any
+) -> list[Any]:
+    """Return the kind of each token."""
     kinds = gguf.TokenType
-    tokens = []
+    added = tokenizer.added_tokens_decoder
     types = []
     for number in range(size):
-        tokens.append(by_id.get(number, f"[PAD{number}]"))
         kind = kinds.NORMAL if number in by_id else kinds.UNUSED
         if number in added:
             kind = kinds.CONTROL if added[number].special else kinds.USER_DEFINED
+        if is_sentencepiece and BYTE.fullmatch(by_id.get(number, "")):
+            kind = kinds.BYTE
+        if is_sentencepiece and number == tokenizer.unk_token_id:
+            kind = kinds.UNKNOWN
         types.append(kind)
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    _write_special(writer, folder, tokenizer)
+    return types
+
+
+def _scores(settings: dict[str, Any]) -> dict[str, float] | None:
+    """Return the scores of merged tokens: llama.cpp joins the neighbors with the highest one. None if
+    the order of merges cannot be written in this way."""
+    model = settings["model"]
+    added = {token["content"] for token in settings.get("added_tokens") or []}
+    scores = dict[str, float]()
+    last = ""
+    for number, pair in enumerate(model["merges"]):
+        first, second = pair if isinstance(pair, list) else pair.split(" ")
+        merged = first + second
+        if merged in scores and merged != last:
+            return None  # two ways to this token, with another merge between them
+        scores.setdefault(merged, -float(number))
+        last = merged
+    for token in model["vocab"]:
+        is_single = len(token) == 1 or token in added or BYTE.fullmatch(token)
+        if not is_single and token not in scores:
+            return None  # llama.cpp would join characters to it
+    return scores
+
+
+def _space_prefix(settings: dict[str, Any]) -> bool | None:
+    """Return whether a space is put before a text; None if spaces do not become ▁ alone."""
+    normalizer = settings.get("normalizer") or {}
+    steps = normalizer.get("normalizers") or ([normalizer] if normalizer else [])
+    splitter = settings.get("pre_tokenizer") or {}
+    kinds = [step.get("type") for step in steps]
+    if splitter.get("type") == "Metaspace" and not steps and splitter.get("split") is False:
+        # "first" puts none before a text that begins with one, and llama.cpp does
+        return False if splitter.get("prepend_scheme") == "never" else None
+    replaces = bool(steps) and steps[-1].get("pattern") == {"String": " "}
+    if not replaces or steps[-1].get("content") != SPACE:
+        return None
+    # Gemma's splits at spaces, of which none are left
+    if splitter and splitter.get("pattern") != {"String": " "}:
+        return None
+    if kinds == ["Replace"]:
+        return False
+    is_prepended = kinds == ["Prepend", "Replace"] and steps[0].get("prepend") == SPACE
+    return True if is_prepended else None
 
 
 def _write_special(writer: Any, folder: Path, tokenizer: Any) -> None:
