@@ -118,6 +118,8 @@ def build_model(
         built.adapter = models.inject_lora(built, config.peft, base_name, request.new_tokens)
         if experts := models.describe_experts(model):
             report(experts)
+    if tiled := models.use_tiled_mlp(model, config.train):  # --tiled_mlp
+        report(tiled)
     models.freeze(model, request)  # freeze_layers, groups, or all of a reference
     built.has_chunked_loss = models.use_chunked_loss(built)
     if not (built.has_chunked_loss or built.has_score):

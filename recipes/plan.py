@@ -34,9 +34,8 @@ from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
 with exit_on_error():  # an import fails if torch has changed
-    from llama_ft.plan.fit import answer_fit, choose_checkpointing
+    from llama_ft.plan.fit import answer_fit, choose_settings
     from llama_ft.plan.longest import describe_longest, find_longest
-    from llama_ft.plan.predict import predict
 
 
 def main(config: Config, options: PlanFlags) -> int:
@@ -63,15 +62,12 @@ def main(config: Config, options: PlanFlags) -> int:
     if not quick:
         report("Planning every layer; --quick takes less time ...")
     try:
-        if config.train.activation_checkpointing == "auto":
-            room = options.fit_bytes or free_bytes(
-                torch.device(request.device), request.local_world_size
-            )
-            chosen, why, planned = choose_checkpointing(request, RECIPE, room, quick)
-            report(f"activation_checkpointing auto: {why}")
-            request = dataclasses.replace(request, config=chosen)
-        else:
-            planned = predict(request, RECIPE, quick)
+        device = torch.device(request.device)
+        room = options.fit_bytes or free_bytes(device, request.local_world_size)
+        chosen, notes, planned = choose_settings(request, RECIPE, room, quick)
+        for note in notes:
+            report(note)
+        request = dataclasses.replace(request, config=chosen)
     # mostly errors of the model's own code
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise RunFailure(

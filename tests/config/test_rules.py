@@ -20,6 +20,8 @@ from llama_ft.errors import UserError
         "--compile --precision fp32",
         "--activation_checkpointing auto --no_plan",
         "--enable_fsdp --fsdp_wrap_policy size --activation_checkpointing selective",
+        "--tiled_mlp 2048 --compile",
+        "--tiled_mlp 2048 --enable_fsdp --fsdp_wrap_policy size",
         "--quantization",
         "--use_peft --use_dora --quantization 4bit",
         "--use_peft --train_vision all",

@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
+from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from llama_ft.libraries import evidence
@@ -125,3 +127,27 @@ def test_experts_and_kernels_have_their_names() -> None:
         assert architecture(f"xlstm.{name}")
     known = {"eager", *moe.ExpertsInterface._global_mapping}
     assert set(evidence.EXPERTS_IMPLEMENTATIONS) <= known
+
+
+@pytest.mark.parametrize(
+    "mlp", ["llama.LlamaMLP", "qwen2_5_vl.Qwen2_5_VLMLP", "gpt2.GPT2MLP", "bloom.BloomMLP"]
+)
+def test_an_mlp_has_its_name_and_arguments(mlp: str) -> None:
+    assert evidence.MLP_CLASSES.search(mlp)
+    assert evidence.parameters_of(architecture(mlp).forward) in evidence.MLP_PARAMETERS
+
+
+def test_experts_get_the_choices_of_each_token() -> None:
+    for path in ("mixtral.MixtralExperts", "gpt_oss.GptOssExperts", "qwen3_moe.Qwen3MoeExperts"):
+        assert evidence.parameters_of(architecture(path).forward) in evidence.ROUTED_PARAMETERS
+    # they get each token once for every expert
+    experts = evidence.parameters_of(architecture("llama4.Llama4TextExperts").forward)
+    assert experts not in evidence.ROUTED_PARAMETERS
+
+
+def test_activations_and_norms_are_where_they_are_expected() -> None:
+    for path in ("llama.LlamaRMSNorm", "bloom.BloomGelu"):
+        assert evidence.PER_TOKEN_CLASSES.search(path)
+        assert architecture(path)
+    files = {torch.nn.SiLU, torch.nn.Dropout, torch.nn.Identity, type(ACT2FN["gelu_new"])}
+    assert {kind.__module__ for kind in files} == evidence.ACTIVATIONS

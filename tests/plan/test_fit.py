@@ -17,6 +17,7 @@ from llama_ft.plan.fit import (
     Fit,
     apply_changes,
     choose_checkpointing,
+    choose_settings,
     describe_fits,
     find_fits,
     gives_up_more,
@@ -24,6 +25,7 @@ from llama_ft.plan.fit import (
     offload_note,
 )
 from llama_ft.plan.flags import device_bytes
+from llama_ft.plan.preflight import resolve_checkpointing
 from llama_ft.plan.types import PlanRequest
 
 
@@ -320,3 +322,53 @@ def test_what_offloaded_activations_move_is_named_but_not_tried(
     note = offload_note(request_for(line, 1, device, shallow_model), planned)  # type: ignore[arg-type]
     assert noted in note and bool(note) == bool(noted)
     assert not note or "Not tried" in note
+
+
+def test_mlps_are_tiled_only_if_nothing_else_fits(
+    finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = save_model(
+        tmp_path / "model", hidden_size=32, intermediate_size=512, max_position_embeddings=65_536
+    )
+    line = "--context_length 16384 --batch_size_training 1 --precision bf16_pure"
+    line += " --activation_checkpointing full"
+    request = request_for(line, 1, folder=folder)
+    assert request.config.train.tiled_mlp == "auto"
+
+    def choose(room: float, device_request: PlanRequest = request) -> tuple[int | str, int]:
+        config, [note], plan = choose_settings(device_request, finetuning.RECIPE, room)
+        tile = config.train.tiled_mlp
+        assert note.startswith(f"tiled_mlp auto: {tile} (planned: off ")
+        return tile, plan.device_bytes
+
+    tile, untiled = choose(math.inf)
+    assert tile == "off"
+    assert choose(untiled / USABLE + 1) == ("off", untiled)
+    tile, smaller = choose(untiled / USABLE - 2**20)
+    assert tile == 8192 and smaller < untiled
+    tile, smallest = choose(smaller / USABLE - 2**20)
+    assert tile == 2048 and smallest < smaller
+    assert choose(1) == (2048, smallest)
+    flags = [" ".join(fit.flags) for fit in fits_of(request, finetuning, smallest / USABLE + 1)]
+    assert flags == ["--tiled_mlp 2048"]
+
+
+def fits_of(request: PlanRequest, finetuning: ModuleType, room: float) -> list[Fit]:
+    config = dataclasses.replace(request.config.train, tiled_mlp="off", val_batch_size=1)
+    untiled = dataclasses.replace(request, config=dataclasses.replace(request.config, train=config))
+    planned = fitting.predict(untiled, finetuning.RECIPE, quick=True)
+    return find_fits(untiled, finetuning.RECIPE, room, planned, True, lambda text: None)
+
+
+def test_short_sequences_are_not_tiled_and_nothing_waits_for_it(shallow_model: Path) -> None:
+    def tile(line: str) -> int | str:
+        config = request_for(line, folder=shallow_model).config
+        return resolve_checkpointing(config, "cuda").train.tiled_mlp
+
+    assert tile("") == "off"
+    assert tile("--context_length 4096 --batch_size_training 2") == "off"
+    assert tile("--context_length 4096 --batch_size_training 4") == "auto"
+    assert tile("--context_length 16384 --batch_size_training 1 --no_plan") == "off"
+    sharing = "--context_length 16384 --batch_size_training 1 --enable_fsdp"
+    assert tile(f"{sharing} --sequence_parallel_size 2") == "off"
+    assert tile("--context_length 64 --tiled_mlp 16") == 16

@@ -272,6 +272,16 @@ RULES: tuple[Rule, ...] = (
         "is selective, which needs decoder layers as FSDP units. Use full, or fsdp_wrap_policy hybrid.",
     ),
     (
+        "tiled_mlp",
+        lambda s: isinstance(s.tiled_mlp, int) and s.compile,
+        "cannot be combined with compile: pieces are computed again outside of the compiled layer. Remove one.",
+    ),
+    (
+        "tiled_mlp",
+        lambda s: isinstance(s.tiled_mlp, int) and s.enable_fsdp and s.fsdp_wrap_policy == "size",
+        "needs decoder layers as FSDP units, not fsdp_wrap_policy size. Use hybrid or transformer.",
+    ),
+    (
         "resume",
         lambda s: s.resume == "auto" and s.output_dir is None,
         "is auto, which looks for checkpoints in output_dir. Add the run's --output_dir.",

@@ -7,8 +7,9 @@ renamed the first two, so old and new names stand here. tests/libraries/test_evi
 each one in an architecture that has it.
 """
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Arguments of forward.
@@ -74,6 +75,25 @@ IMAGE_FEATURES = "get_image_features"  # a method of models that take images
 # Transformers computes them only under autocast.
 FP32_KERNELS = frozenset({"xLSTMBackend"})
 
+# MLPs, which compute each token by itself, and the arguments of their forward.
+MLP_CLASSES = re.compile("MLP|Mlp|FeedForward|FFN|DenseAct")
+MLP_PARAMETERS = (("x",), ("hidden_states",), ("hidden_state",), ("hidden_states", "residual"))
+# Arguments of experts that get the choices of each token.
+ROUTED_PARAMETERS = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),  # gpt-oss
+)
+# What else an MLP contains: modules from these files, norms of each token, and BLOOM's activation.
+ACTIVATIONS = frozenset(
+    {
+        "transformers.activations",
+        "torch.nn.modules.activation",
+        "torch.nn.modules.dropout",
+        "torch.nn.modules.linear",  # Identity
+    }
+)
+PER_TOKEN_CLASSES = re.compile("(RMS|Layer)Norm$|G[Ee][Ll][Uu]$")
+
 # How experts multiply (`_experts_implementation`). Other ways may be kernels that read the address
 # of a weight.
 EXPERTS_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
@@ -90,3 +110,9 @@ def has_cache(arguments: Mapping[str, Any]) -> bool:
 def is_experts(module: object) -> bool:
     """Return whether a module holds stacked experts, by the name of its class."""
     return "Experts" in type(module).__name__
+
+
+def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the arguments of a class's `forward`."""
+    _, *names = inspect.signature(forward).parameters
+    return tuple(names)

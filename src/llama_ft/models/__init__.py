@@ -34,6 +34,7 @@ from llama_ft.models.computing.compiled import (
     without_graphs,
 )
 from llama_ft.models.computing.embedding_noise import add_embedding_noise
+from llama_ft.models.computing.tiled_mlp import use_tiled_mlp
 from llama_ft.models.model_config import load_model_config
 from llama_ft.models.packing.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.published.formats import published_format

@@ -25,7 +25,7 @@ from llama_ft.plan.duration import describe_time, step_seconds
 from llama_ft.plan.flags import PlanFlags
 from llama_ft.plan.free_memory import free_text
 from llama_ft.plan.predict import predict
-from llama_ft.plan.types import Plan, PlanRequest, Recipe
+from llama_ft.plan.types import UNTILED_TOKENS, Plan, PlanRequest, Recipe
 from llama_ft.runtime.devices import PRECISIONS
 
 USABLE = 0.97  # plans are right within 3% (measured with benchmarks/planner/plan.py)
@@ -34,6 +34,8 @@ SMALL_GPU = 24 * 2**30  # bytes
 MOST_RANKS = 8  # ranks are doubled up to here, the GPUs of most nodes
 CAST_ONCE: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "SHARD_GRAD_OP"}
 SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD"}
+# What tiled_mlp auto tries: matmuls of larger pieces are hardly faster, those of smaller ones slower.
+TILES = (8192, 2048)
 RANKS = "--nproc"  # a flag of recipes/plan.py; the only change that is not a setting
 SHARED_BY = "sequence_parallel_size"
 MORE = (RANKS, SHARED_BY, "gradient_accumulation_steps")  # a larger number gives up more
@@ -219,12 +221,11 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
     device = request.device
     train = config.train
     is_lora = config.peft.use_peft
-    is_adamw = config.train.optimizer == "AdamW"
     is_sharded = config.fsdp.enable_fsdp and config.fsdp.sharding_strategy == "FULL_SHARD"
     # so that the global batch stays the same
     steps = train.batch_size_training * train.gradient_accumulation_steps
     one = {"batch_size_training": 1, "gradient_accumulation_steps": steps, "val_batch_size": 1}
-    can_round = not is_lora and is_adamw and train.precision != "fp16"
+    can_round = not is_lora and train.optimizer == "AdamW" and train.precision != "fp16"
     lora = {"use_peft": True}
     four_bit = {"use_peft": True, "mode": "4bit"}
     is_four_bit = config.quantization.mode == "4bit"
@@ -241,6 +242,7 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
         (request.world_size > 1 and not is_sharded, SHARDED, "ranks send each other their shards"),
         (train.activation_checkpointing != "full", recomputed, "decoder layers are computed twice"),
         (train.batch_size_training > 1, one, f"a step is {steps} micro-batches"),
+        _tiling(config, 2 * half),
     ]
     # at least twice as many
     factors = [2]
@@ -297,6 +299,14 @@ def _shared_sequences(request: PlanRequest, factor: int, one: dict[str, Any]) ->
     return candidates
 
 
+def _tiling(config: Config, context_length: int) -> Candidate:
+    """Return the change to tiled MLPs."""
+    is_long = context_length > UNTILED_TOKENS * config.fsdp.sequence_parallel_size
+    can_help = is_long and isinstance(config.train.tiled_mlp, str)
+    cost = "MLPs are computed in pieces, and again in the backward pass"
+    return can_help, {"tiled_mlp": TILES[-1]}, cost
+
+
 def _usable(candidates: list[Candidate]) -> list[Change]:
     """Return the changes whose condition, the first value, is true."""
     return [(settings, cost) for condition, settings, cost in candidates if condition]
@@ -331,6 +341,52 @@ def choose_checkpointing(
         if has_room(plan, free):
             break
     return _keep_cast_weights(request, recipe, free, quick, choice)
+
+
+def choose_settings(
+    request: PlanRequest, recipe: Recipe, free: float, quick: bool = True
+) -> tuple[Config, list[str], Plan]:
+    """Choose activation_checkpointing and then tiled_mlp, each if it is auto. Returns the settings, a
+    text about each choice, and the plan. For the rest see `choose_checkpointing`."""
+    config = request.config
+    notes = []
+    if config.train.activation_checkpointing == "auto":
+        config, why, plan = choose_checkpointing(request, recipe, free, quick)
+        notes.append(f"activation_checkpointing auto: {why}")
+    else:
+        plan = predict(request, recipe, quick)
+    if config.train.tiled_mlp == "auto":
+        chosen = dataclasses.replace(request, config=config)
+        config, why, plan = _choose_tiling(chosen, recipe, free, quick, plan)
+        notes.append(f"tiled_mlp auto: {why}")
+    return config, notes, plan
+
+
+def _choose_tiling(
+    request: PlanRequest, recipe: Recipe, free: float, quick: bool, plan: Plan
+) -> tuple[Config, str, Plan]:
+    """Choose for `--tiled_mlp auto`: off if the plan without it fits `free` bytes, else the first size
+    of pieces that fits, else the choice with the least memory."""
+    planned = [f"off {size_text(plan.device_bytes)}"]
+    choice: dict[str, Any] = {"tiled_mlp": "off"}
+    for tokens in TILES:
+        change = {"tiled_mlp": tokens}
+        config = changed(request.config, change, request.device)
+        if has_room(plan, free) or config is None:
+            break
+        try:
+            candidate = dataclasses.replace(request, config=config)
+            smaller = predict(candidate, recipe, quick)
+        except UserError:
+            break  # no MLP was found
+        planned.append(f"{tokens} {size_text(smaller.device_bytes)}")
+        if smaller.device_bytes < plan.device_bytes:
+            choice = change
+            plan = smaller
+    config = changed(request.config, choice, request.device)
+    assert config is not None
+    why = f"{choice['tiled_mlp']} (planned: {', '.join(planned)}; free: {free_text(free)})"
+    return config, why, plan
 
 
 def _keep_cast_weights(

@@ -25,7 +25,7 @@ from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
 from llama_ft.models import NewTokens
 from llama_ft.plan.free_memory import free_bytes, free_text
-from llama_ft.plan.types import Plan, PlannedMedia, PlanRequest, Recipe
+from llama_ft.plan.types import UNTILED_TOKENS, Plan, PlannedMedia, PlanRequest, Recipe
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
 
@@ -64,8 +64,8 @@ class Preflight:
         steps: TrainingBatches,
         ranks: Ranks,
     ) -> Config:
-        """Start to plan and return. With activation_checkpointing=auto, wait for the choice, on all
-        ranks.
+        """Start to plan and return. If activation_checkpointing or tiled_mlp is auto, wait for the
+        choice, on all ranks.
 
         Args:
             config: the run's settings.
@@ -78,7 +78,7 @@ class Preflight:
         Returns:
             The settings, with the choice.
         """
-        is_auto = config.train.activation_checkpointing == "auto"
+        is_auto = "auto" in (config.train.activation_checkpointing, config.train.tiled_mlp)
         free = free_bytes(ranks.device, ranks.local_world_size, config.train.device_memory_fraction)
         self._free = ranks.all_gather_floats(free).min().item()
         self._free_on_host = free_bytes(torch.device("cpu"), ranks.local_world_size)
@@ -102,17 +102,21 @@ class Preflight:
                 self._pipe.send((request, self._free))
         if not is_auto:
             return config
-        chosen, why = ranks.broadcast_from_rank0(partial(self._choice, config))
-        log.info(f"activation_checkpointing auto: {why}")
+        chosen, notes = ranks.broadcast_from_rank0(partial(self._choice, config))
+        for note in notes:
+            log.info(note)
         return chosen
 
-    def _choice(self, config: Config) -> tuple[Config, str]:
+    def _choice(self, config: Config) -> tuple[Config, list[str]]:
         answer = self._receive(SECONDS_FOR_CHOICE)
         if isinstance(answer, tuple):
             return answer
         self._end()
-        full = dataclasses.replace(config.train, activation_checkpointing="full")
-        return dataclasses.replace(config, train=full), f"full (not planned: {answer})"
+        usual: dict[str, Any] = {"activation_checkpointing": "full", "tiled_mlp": "off"}
+        train = config.train
+        chosen = {name: value for name, value in usual.items() if getattr(train, name) == "auto"}
+        notes = [f"{name} auto: {value} (not planned: {answer})" for name, value in chosen.items()]
+        return dataclasses.replace(config, train=dataclasses.replace(train, **chosen)), notes
 
     def report(self, output_dir: Path, ranks: Ranks) -> float | None:
         """Write plan.json, log the predicted memory, and warn if it is more than is available.
@@ -185,19 +189,16 @@ def _serve(pipe: Connection, recipe: Recipe, parent: int) -> None:
 
 
 def _answers(request: PlanRequest, free: float, recipe: Recipe) -> Iterator[Any]:
-    """Yield the choice for `activation_checkpointing auto` if it is set, the plan, and if it does
-    not fit, a text with changes that would fit. After an error, yield a text that describes it
-    instead."""
+    """Yield the settings with what was chosen for auto and texts about it, if something is auto; the
+    plan; and if it does not fit, a text with changes that would fit. After an error, yield a text
+    that describes it instead."""
     try:
-        from llama_ft.plan.fit import choose_checkpointing, find_fits
-        from llama_ft.plan.predict import predict
+        from llama_ft.plan.fit import choose_settings, find_fits
 
-        if request.config.train.activation_checkpointing == "auto":
-            config, why, plan = choose_checkpointing(request, recipe, free)
-            yield config, why
-            request = dataclasses.replace(request, config=config)
-        else:
-            plan = predict(request, recipe, quick=True)
+        config, notes, plan = choose_settings(request, recipe, free)
+        if notes:
+            yield config, notes
+        request = dataclasses.replace(request, config=config)
         yield plan
         if plan.device_bytes > free:
             fits = find_fits(request, recipe, free, plan, True, log.debug)
@@ -212,10 +213,15 @@ def _answers(request: PlanRequest, free: float, recipe: Recipe) -> Iterator[Any]
 
 def resolve_checkpointing(config: Config, device: str) -> Config:
     """Return the settings with activation_checkpointing replaced by the default of the device
-    (cuda, cpu) if unset."""
-    if config.train.activation_checkpointing is not None:
-        return config
-    how: Any = "auto" if device == "cuda" and config.memory.plan_memory else "off"
-    return dataclasses.replace(
-        config, train=dataclasses.replace(config.train, activation_checkpointing=how)
-    )
+    (cuda, cpu) if unset, and tiled_mlp auto by off if nothing is to be planned for it."""
+    train = config.train
+    if train.activation_checkpointing is None:
+        how: Any = "auto" if device == "cuda" and config.memory.plan_memory else "off"
+        train = dataclasses.replace(train, activation_checkpointing=how)
+    # If it is not given, it is at most 4,096 tokens: see `resolve_context_length`.
+    tokens = (config.data.context_length or 0) * train.batch_size_training
+    is_short = tokens <= UNTILED_TOKENS * config.fsdp.sequence_parallel_size
+    is_planned = config.memory.plan_memory and not config.model.compile
+    if train.tiled_mlp == "auto" and (is_short or not is_planned):
+        train = dataclasses.replace(train, tiled_mlp="off")
+    return dataclasses.replace(config, train=train)

@@ -20,6 +20,8 @@ from llama_ft.runtime import Ranks
 from llama_ft.training import LoopState, Objective, StepOutcome
 
 PLAN_FILE = "plan.json"
+# --tiled_mlp auto is off for micro-batches up to here: without a plan, so that no run waits for one.
+UNTILED_TOKENS = 8192
 
 
 @dataclass(frozen=True)

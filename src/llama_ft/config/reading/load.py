@@ -213,6 +213,8 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
         expectation = f"expected {EXAMPLES[setting.kind]}"
     if setting.name in ("optimizer", "score"):
         expectation += ", or path/to/file.py:function"
+    if setting.name == "tiled_mlp":
+        expectation += ", or a number of tokens from 1 on"
     same = SAME_VALUES.get((setting.name, str(value).lower()))
     match = same or nearest(str(value), candidates)
     unsupported = UNSUPPORTED_VALUES.get((setting.name, str(value).lower()))

@@ -228,16 +228,18 @@ class TrainConfig:
     """Largest global gradient norm with gradient_clipping."""
 
     activation_checkpointing: Literal["off", "full", "every_k", "selective", "auto"] | None = None
-    """Compute decoder layers again in the backward pass instead of keeping their activations: full:
-    all; every_k: every k-th; selective: all but their matmuls and attention. auto: the first of
-    off, selective and full that fits the memory. If not given: auto on CUDA, off on the CPU or
-    without plan_memory."""
+    """Compute decoder layers again in the backward pass instead of keeping their activations: full: all;
+    every_k: every k-th; selective: all but their matmuls and attention. auto: the first of off, selective
+    and full that fits the memory. If not given: auto on CUDA, off on the CPU or without plan_memory."""
 
     activation_checkpointing_k: Count = 2
     """With every_k: layers 0, k, 2k, ... are checkpointed."""
 
     activation_offload: bool = False
     """Keep the inputs of checkpointed layers in pinned host memory; needs CUDA."""
+
+    tiled_mlp: Literal["auto", "off"] | Count = "auto"
+    """Tokens that MLPs and experts compute at a time. auto: off, but pieces if a long run would not fit."""
 
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
     """MoE models: coefficient of the routers' load-balancing loss; 0 turns it off. If not given: as
@@ -250,8 +252,7 @@ class TrainConfig:
     """Evaluate after every epoch if there is a validation set."""
 
     val_batch_size: Count = 1
-    """Evaluation micro-batch size per rank: packed sequences, or samples with
-    batching_strategy=padding."""
+    """Evaluation micro-batch size per rank: packed sequences, or samples with batching_strategy=padding."""
 
     eval_steps: CountOrZero = 0
     """Evaluate also every N optimizer steps; 0 = after each epoch only."""

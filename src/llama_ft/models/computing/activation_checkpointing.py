@@ -12,6 +12,7 @@ from torch.utils.checkpoint import (
 
 from llama_ft.config import TrainConfig
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.computing.tiled_mlp import computes_pieces
 
 # Operators of matmuls and attention of torch, bitsandbytes, llama_ft and flash-attn. selective
 # keeps their outputs. They are matched by name, because many exist only with their package or
@@ -55,5 +56,5 @@ def checkpoint_activations(built: BuiltModel, train: TrainConfig) -> None:
 def _keep_expensive(
     context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
 ) -> CheckpointPolicy:
-    keep = EXPENSIVE.fullmatch(operator.name().partition(".")[0])
+    keep = EXPENSIVE.fullmatch(operator.name().partition(".")[0]) and not computes_pieces()
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

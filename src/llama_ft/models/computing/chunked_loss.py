@@ -318,7 +318,7 @@ class _Chunks:
             del gradients
             if for_hidden:
                 by_hidden[0][rows] = of_chunk.pop(0)
-            by_trained = of_chunk if start == 0 else _add_up(by_trained, of_chunk)
+            by_trained = of_chunk if start == 0 else add_up(by_trained, of_chunk)
         return all_losses, by_hidden + by_trained
 
 
@@ -382,7 +382,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return by_hidden, None, None, None, None, *gradients
 
 
-def _add_up(
+def add_up(
     totals: list[torch.Tensor],
     added: list[torch.Tensor],
 ) -> list[torch.Tensor]:
