@@ -264,6 +264,8 @@ def differences(run: Path, reference: Path, all_checkpoints: bool = True) -> lis
         *relative_files(reference / "model", reference),
         *relative_files(run / "model", run),
     }
+    if not all_checkpoints and not (run / "model" / "probes.json").exists():
+        files -= {"model/probes.json"}  # holds text of the data, and is never uploaded
     for folder in complete_checkpoints(reference):
         if not all_checkpoints and not (run / "checkpoints" / folder.name).exists():
             continue

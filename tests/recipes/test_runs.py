@@ -481,7 +481,7 @@ def test_every_run_writes_a_report(launch: Finished, folder: Path) -> None:
         "LlamaDecoderLayer",
         "in the loss",
         "after fine-tuning",
-        "2 ranks: 1 copy of the model",
+        "2 ranks: the model is sharded over all of them",
     ):
         assert shown in page
     assert "was not written" not in launch.output
