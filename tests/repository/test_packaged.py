@@ -37,7 +37,7 @@ def test_a_file_in_the_working_directory_is_preferred(empty_directory: Path) -> 
 def test_an_example_brings_its_data_and_functions_along(empty_directory: Path) -> None:
     config, _ = load(["--config=support_tickets", "--score=examples/orders.py:fields"])
     assert config.data.dataset == str(REPOSITORY / "examples/data/support_tickets.jsonl")
-    assert config.evaluation.score == f"{REPOSITORY / 'examples/orders.py'}:fields"
+    assert config.train.score == f"{REPOSITORY / 'examples/orders.py'}:fields"
     own = empty_directory / "examples" / "data" / "support_tickets.jsonl"
     own.parent.mkdir(parents=True)
     own.write_text('{"text": "Lima"}\n')
