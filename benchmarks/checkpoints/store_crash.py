@@ -175,10 +175,12 @@ class StoreCrashes:
     def launch(self, run: Path, method: str, *more: str) -> Running:
         words = [*crash.FLAGS, *crash.method_flags(method, self.inputs), "--no_plan", *more]
         words += ["--model_name", f"{self.inputs}/model", "--dataset", f"{self.inputs}/rows.jsonl"]
-        cache = {"LLAMA_FT_CACHE": f"{self.inputs}/cache"}
+        # named here, since forks do not inherit credentials that this process was started with
+        own = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        own["LLAMA_FT_CACHE"] = f"{self.inputs}/cache"
         log = run.with_suffix(".log")
         log.write_text("")
-        return start_forked(RECIPE, *words, "--output_dir", run, output=log, ranks=2, **cache)
+        return start_forked(RECIPE, *words, "--output_dir", run, output=log, ranks=2, **own)
 
     def reference_run(self, method: str) -> Path:
         """A run that nobody disturbs, and that uploads nothing."""
