@@ -11,9 +11,9 @@ from llama_ft.data.tokenize.encoder import IGNORED, Example
 
 LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
 LOST_END = (
-    "it is truncated inside of an assistant message, so that the end of this message is lost. A model "
-    "that is trained on it learns to never stop. --truncation drop skips samples that are longer than "
-    "--context_length, and a longer --context_length keeps them"
+    "an assistant message is truncated and loses its end. The model learns to never stop. "
+    "--truncation drop skips samples that are longer than --context_length, and a longer "
+    "--context_length keeps them"
 )
 # Per sample, added up over those that it becomes (a chat that is split becomes one per response).
 # By the number of LENGTHS that are too short for a sample: samples, and their tokens in the loss. By
