@@ -103,7 +103,10 @@ def test_a_warning_counts_samples_that_lose_the_end_of_a_response(
     for length in range(15, len(whole.input_ids) + 2, step):
         data = prepared([chat(1, 1), sample, sample], length, truncation=truncation)
         for line in data.warnings:
-            assert line.startswith("2 samples: it is truncated inside") and "my.jsonl:2)" in line
+            assert (
+                line.startswith("2 samples: an assistant message is truncated")
+                and "my.jsonl:2)" in line
+            )
             assert "--truncation drop" in line
             warned.add(length)
     # Cuts after which a response goes on: the text before ends with a part of it.
