@@ -18,6 +18,7 @@ NAMES = (
     "check",
     "images",
     "report",
+    "rollouts",
     "scores",
     "serving",
     "store",

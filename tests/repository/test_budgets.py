@@ -39,6 +39,7 @@ TOKENS = {
     "extensions/images": 11_200,
     "extensions/kubeflow": 850,
     "extensions/report": 6100,
+    "extensions/rollouts": 14_000,  # rounds, samplers, servers, rewards and conversions
     "extensions/scores": 2200,
     "extensions/serving": 18_000,
     "extensions/store": 9900,
