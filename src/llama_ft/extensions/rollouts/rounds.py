@@ -175,17 +175,17 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def write_round(output_dir: Path, made: Round) -> Path:
+def write_round(output_dir: Path, rollouts: Round) -> Path:
     """Write a round, and return its directory. A part of one, which a kill has left, is replaced.
 
     Raises:
         UserError: the round exists already, or the directory cannot be written.
     """
-    folder = folder_of(output_dir, made.facts.step)
+    folder = folder_of(output_dir, rollouts.facts.step)
     aside = folder.with_name(f".{folder.name}.tmp")
-    contents = {PROMPTS: _prompts_text(made), SAMPLES: save(_arrays(made))}
+    contents = {PROMPTS: _prompts_text(rollouts), SAMPLES: save(_arrays(rollouts))}
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    contents[FACTS] = _facts_text(made.facts, sums)
+    contents[FACTS] = _facts_text(rollouts.facts, sums)
     try:
         if os.path.lexists(folder):
             raise FileExistsError("the round exists already")
@@ -236,9 +236,9 @@ def _corrupted(file: Path, error: Exception) -> UserError:
     )
 
 
-def _prompts_text(made: Round) -> bytes:
+def _prompts_text(rollouts: Round) -> bytes:
     lines = []
-    for prompt, answers in zip(made.prompts, made.answers, strict=True):
+    for prompt, answers in zip(rollouts.prompts, rollouts.answers, strict=True):
         content = {**vars(prompt), "answers": [answer.text for answer in answers]}
         lines.append(json.dumps(content, ensure_ascii=False, default=str) + "\n")
     return "".join(lines).encode(*ENCODING)
@@ -255,16 +255,16 @@ def _parse_prompts(content: bytes) -> tuple[list[Prompt], list[list[str]]]:
     return prompts, texts
 
 
-def _arrays(made: Round) -> dict[str, numpy.ndarray]:
+def _arrays(rollouts: Round) -> dict[str, numpy.ndarray]:
     """Return the tensors of samples.safetensors. Raises ValueError for numbers that do not fit
     together."""
-    count = made.facts.num_generations
-    if any(len(group) != count for group in made.answers):
+    count = rollouts.facts.num_generations
+    if any(len(group) != count for group in rollouts.answers):
         raise ValueError(f"expected {count} answers to each prompt")
-    answers = [answer for group in made.answers for answer in group]
+    answers = [answer for group in rollouts.answers for answer in group]
     if any(len(answer.token_ids) != len(answer.logprobs) for answer in answers):
         raise ValueError("expected one log-probability per token")
-    names = [reward.name for reward in made.facts.rewards]
+    names = [reward.name for reward in rollouts.facts.rewards]
     lengths = [len(answer.token_ids) for answer in answers]
     rewards = [[_number(answer.rewards.get(name)) for name in names] for answer in answers]
     no_tokens = numpy.zeros(0)
@@ -350,10 +350,10 @@ def _read_facts(file: Path) -> tuple[RoundFacts, dict[str, str]]:
     """Return round.json, and the checksums of the other files."""
     try:
         content = json.loads(file.read_bytes().decode(*ENCODING))
-        found = content.pop("sha256")
+        checksum = content.pop("sha256")
         if content.get("format", FORMAT) > FORMAT:
             raise ValueError(f"format {content['format']} of a newer llama_ft")
-        if found != _sum_of_facts(content):
+        if checksum != _sum_of_facts(content):
             raise ValueError("its checksum differs")
         sums = content.pop("files")
         del content["format"]
