@@ -16,7 +16,7 @@ from llama_ft.data.batches.stream import TrainingBatches, plan_training, trainin
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat.chat_template import RENDER_ERRORS, ensure_chat_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo
-from llama_ft.data.media import Media, load_media
+from llama_ft.data.media import Media, MediaModel, media_reader
 from llama_ft.data.prepare import DataRequest, TokenizedData, prepare
 from llama_ft.data.read.sources import open_source
 from llama_ft.data.samples import describe_first_batch, show_samples

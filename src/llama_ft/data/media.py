@@ -9,6 +9,7 @@ of the extension is imported. read/media.py finds media in samples.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,29 +97,21 @@ class MediaTensors(Protocol):
         them, which wait in host memory."""
 
 
-def load_media(
-    folder: Path,
-    model_config: "PretrainedConfig",
-    tokenizer: "PreTrainedTokenizerBase",
-    trust_remote_code: bool,
-    config: "DataConfig",
-    cache: Path,
-) -> "Media":
-    """Load what reads media for a model. Sets the tokenizer's chat template to the processor's, if it
-    has none.
+@dataclass(frozen=True)
+class MediaModel:
+    """The model that media are read for.
 
-    Args:
-        folder: the model's directory, with its processor.
-        model_config: the model's config.
+    Attributes:
+        folder: its directory, with the processor.
+        config: of the model.
         tokenizer: of the run.
         trust_remote_code: code of the directory's own processor may run.
-        config: max_pixels and streaming.
-        cache: the directory of cached data.
-
-    Raises:
-        UserError: the directory has no processor, or it cannot be used.
     """
-    return media_reader().load(folder, model_config, tokenizer, trust_remote_code, config, cache)
+
+    folder: Path
+    config: "PretrainedConfig"
+    tokenizer: "PreTrainedTokenizerBase"
+    trust_remote_code: bool
 
 
 def media_reader() -> "MediaReader":
@@ -130,16 +123,18 @@ def media_reader() -> "MediaReader":
 class MediaReader(Protocol):
     """What the extension does without a model's processor."""
 
-    def load(
-        self,
-        folder: Path,
-        model_config: "PretrainedConfig",
-        tokenizer: "PreTrainedTokenizerBase",
-        trust_remote_code: bool,
-        config: "DataConfig",
-        cache: Path,
-    ) -> "Media":
-        """See `load_media`."""
+    def load(self, model: MediaModel, config: "DataConfig", cache: Path) -> "Media":
+        """Load what reads media for a model. Sets the tokenizer's chat template to the processor's, if
+        it has none.
+
+        Args:
+            model: the model.
+            config: max_pixels and streaming.
+            cache: the directory of cached data.
+
+        Raises:
+            UserError: the directory has no processor, or it cannot be used.
+        """
 
     def with_parts(self, sample: Sample, sample_format: SampleFormat, cache: Path) -> Sample:
         """See `Media.with_parts`. `cache`: the directory of cached data."""

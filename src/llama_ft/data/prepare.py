@@ -1,7 +1,7 @@
 """Turn `--dataset` into tokenized samples on disk, or take them from the cache if nothing has
 changed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from llama_ft.config.home import expanded
 from llama_ft.config.objectives import DEFAULT_OBJECTIVE, UNPAIRED, objectives_text
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.chat.chat_template import ensure_chat_template, missing_end
-from llama_ft.data.media import Media
+from llama_ft.data.media import Media, MediaModel, media_reader
 from llama_ft.data.read.formats import TokenizedSample
 from llama_ft.data.read.media import have_media
 from llama_ft.data.read.reshape import look_at_formats, reshaped
@@ -135,10 +135,10 @@ class DataRequest:
             may be added.
         use: purpose of `--dataset`, which is returned as `train`: validation selects its
             validation split.
-        media: reads what is not text; None: the samples decide whether `load_media` is called.
+        media: reads what is not text; None: it is loaded if samples have media.
         examples: makes the examples of a sample, `Objective.examples`.
-        load_media: the first arguments of `media.load_media` are bound; called if samples have media.
-            None: the model or this use of it takes text only.
+        media_model: the model that samples with media are read for. None: it, or this use of it,
+            takes text only.
         no_media: why it is None, for messages.
         stop_ids: the model's tokens that end generation.
         evaluates: nothing is trained, so training samples are not reported if there is a validation
@@ -152,7 +152,7 @@ class DataRequest:
     use: Split = "train"
     media: Media | None = None
     examples: ExamplesOf = one_example
-    load_media: Callable[[DataConfig, Path], Media] | None = None
+    media_model: MediaModel | None = None
     no_media: str = "only text is trained on"
     stop_ids: Sequence[int] = ()
     evaluates: bool = False
@@ -410,10 +410,10 @@ def _make_encoder(
     media = None
     if request.media is not None:
         media = request.media.in_cache(cache, is_full=config.streaming)
-    elif request.load_media is not None:
+    elif request.media_model is not None:
         parts = [part for one in (*sources, *opened.named) for part in one.datasets or (one,)]
         if any(have_media(part.first_samples) for part in parts):
-            media = request.load_media(config, cache)
+            media = media_reader().load(request.media_model, config, cache)
         no_media = f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
     look = partial(look_at_formats, format_name=config.dataset_format, with_media=media is not None)
     trained, summary = look(source)
@@ -441,7 +441,7 @@ def _make_encoder(
         config.reasoning_content,
         media,
         no_media,
-        takes_media=request.load_media is not None,
+        takes_media=request.media_model is not None,
         stop_ids=request.stop_ids,
     )
     is_text = tuple in trained and trained.isdisjoint((list, TokenizedSample))

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import datasets
@@ -55,7 +54,7 @@ def prepare_samples(
     no_media = models.why_text_only(model_config)
     objective = training.build_objective(Config())  # the default: the loss of each token
     trust = request.config.model.trust_remote_code
-    load_media = partial(data.load_media, request.folder, model_config, tokenizer, trust)
+    media_model = data.MediaModel(request.folder, model_config, tokenizer, trust)
     return data.prepare(
         config,
         tokenizer,
@@ -67,7 +66,7 @@ def prepare_samples(
             add_tokens=has_new_tokens,
             use=what.split or "train",
             examples=objective.examples,
-            load_media=None if no_media else load_media,
+            media_model=None if no_media else media_model,
             no_media=no_media,
             stop_ids=models.stop_ids(request.folder, model_config),
         ),

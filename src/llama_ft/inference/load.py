@@ -209,14 +209,10 @@ def open_media(
         raise UserError(f"{request.folder}: the prompt has {KIND}, but {problem}.")
     if max_pixels is None and run is not None:
         max_pixels = run.data.max_pixels
-    media = data.load_media(
-        request.folder,
-        request.model_config,
-        tokenizer,
-        request.config.model.trust_remote_code,
-        DataConfig(max_pixels=max_pixels),
-        data.cache_dir(),
-    )
+    trust = request.config.model.trust_remote_code
+    model = data.MediaModel(request.folder, request.model_config, tokenizer, trust)
+    config = DataConfig(max_pixels=max_pixels)
+    media = data.media_reader().load(model, config, data.cache_dir())
     media.check()
     return media
 

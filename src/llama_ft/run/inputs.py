@@ -3,7 +3,6 @@
 import dataclasses
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +88,18 @@ def tokenize_samples(
 ) -> data.TokenizedData:
     """Return the samples as tokens and loss masks, from the cache if they are there."""
     vocabulary = models.vocabulary_size(base.config)
-    trust = config.model.trust_remote_code
-    load_media = None
+    media_model = None  # only text is read
     no_media = models.why_text_only(base.config, config.preference.objective)
     if not no_media:
-        load_media = partial(data.load_media, base.folder, base.config, base.tokenizer, trust)
+        trust = config.model.trust_remote_code
+        media_model = data.MediaModel(base.folder, base.config, base.tokenizer, trust)
     request = data.DataRequest(
         context_length=models.resolve_context_length(config.data.context_length, base.config),
         want_validation=config.train.run_validation,
         vocabulary_size=None if config.model.resize_embeddings else vocabulary,
         add_tokens=config.model.resize_embeddings,
         examples=objective.examples,
-        load_media=load_media,  # called if samples have media
+        media_model=media_model,
         no_media=no_media,
         stop_ids=models.stop_ids(base.folder, base.config),
     )

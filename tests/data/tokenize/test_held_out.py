@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import (
     DataRequest,
+    MediaModel,
     TokenizedData,
-    load_media,
     prepare,
     two_examples,
     unpaired_examples,
@@ -238,7 +237,7 @@ def with_images(model: Path, dataset: Path, cache: Path, **settings: Any) -> Tok
     request = DataRequest(
         context_length=256,
         want_validation=True,
-        load_media=partial(load_media, model, model_config, tokenizer, False),
+        media_model=MediaModel(model, model_config, tokenizer, False),
     )
     return prepare(DataConfig(dataset=str(dataset), **settings), tokenizer, request, cache)
 

@@ -4,7 +4,6 @@ model, data, number of steps, file for the result."""
 import json
 import re
 import sys
-from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
@@ -24,13 +23,13 @@ def anonymous_bytes() -> int:
 
 def main(model: Path, file: Path, steps: int, result: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    load = partial(data.load_media, model, AutoConfig.from_pretrained(model), tokenizer, False)
+    media_model = data.MediaModel(model, AutoConfig.from_pretrained(model), tokenizer, False)
     with runtime.start("cpu", 1, False, None, 60) as ranks:
         config = DataConfig(
             dataset=str(file), streaming=True, batching_strategy="padding", shuffle_buffer=256
         )
         request = data.DataRequest(
-            context_length=200, want_validation=False, load_media=load, no_media=""
+            context_length=200, want_validation=False, media_model=media_model, no_media=""
         )
         tokenized = data.prepare(config, tokenizer, request, cache=file.parent / "cache")
         whole = Config(

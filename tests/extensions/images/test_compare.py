@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoTokenizer
 
 from llama_ft.config import DataConfig
-from llama_ft.data import DataRequest, TokenizedData, collate, load_media, prepare
+from llama_ft.data import DataRequest, MediaModel, TokenizedData, collate, prepare
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, use_packed_attention
 from llama_ft.models.base.replaced_functions import replace_functions
@@ -42,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokenized(folder: Path, file: Path | None = None, length: int = 256) -> TokenizedData:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    load = partial(load_media, folder, AutoConfig.from_pretrained(folder), tokenizer, False)
-    request = DataRequest(context_length=length, want_validation=False, load_media=load)
+    media_model = MediaModel(folder, AutoConfig.from_pretrained(folder), tokenizer, False)
+    request = DataRequest(context_length=length, want_validation=False, media_model=media_model)
     config = DataConfig(dataset=str(file or write_samples(folder.parent / "data")))
     return prepare(config, tokenizer, request, cache=folder.parent / "cache")
 

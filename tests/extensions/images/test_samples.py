@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tracemalloc
 import zlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from llama_ft import models
 from llama_ft.config import DataConfig
-from llama_ft.data import TokenizedData, load_media, prepare
+from llama_ft.data import MediaModel, TokenizedData, prepare
 from llama_ft.data.batches.sampler import collate
 from llama_ft.data.prepare import DataRequest
 from llama_ft.data.tokenize.tokenize_files import chunks_of, encode_chunk
@@ -46,9 +45,9 @@ def prepared(
     config = AutoConfig.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     no_images = models.why_text_only(config)
-    loader = None if no_images else partial(load_media, model, config, tokenizer, False)
+    media_model = None if no_images else MediaModel(model, config, tokenizer, False)
     request = DataRequest(
-        context_length=length, want_validation=False, load_media=loader, no_media=no_images
+        context_length=length, want_validation=False, media_model=media_model, no_media=no_images
     )
     return prepare(DataConfig(dataset=str(dataset), **settings), tokenizer, request, cache=cache)
 

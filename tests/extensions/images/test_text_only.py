@@ -15,12 +15,12 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer
 import finetuning  # the recipe, with all that it imports
 from llama_ft.config import DataConfig
-from llama_ft.data import DataRequest, load_media, prepare
+from llama_ft.data import DataRequest, MediaModel, prepare
 
 folder, *files, cache = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder)
-load = partial(load_media, Path(folder), AutoConfig.from_pretrained(folder), tokenizer, False)
-request = DataRequest(context_length=256, want_validation=False, load_media=load)
+model = MediaModel(Path(folder), AutoConfig.from_pretrained(folder), tokenizer, False)
+request = DataRequest(context_length=256, want_validation=False, media_model=model)
 for file in files:
     data = prepare(DataConfig(dataset=file), tokenizer, request, Path(cache))
     loaded = {name for name in sys.modules if name.startswith("llama_ft.extensions.images.")}

@@ -112,14 +112,8 @@ def _images_of(request: PlanRequest, model_config: PretrainedConfig) -> "Images"
     if model.tokenizer_name is not None:
         folder = models.local_folder(model.tokenizer_name, "--tokenizer_name", weights=False)
     tokenizer = models.load_tokenizer(folder, model.trust_remote_code)
-    media = data.load_media(
-        request.folder,
-        model_config,
-        tokenizer,
-        model.trust_remote_code,
-        config.data,
-        data.cache_dir(),
-    )
+    media_model = data.MediaModel(request.folder, model_config, tokenizer, model.trust_remote_code)
+    media = data.media_reader().load(media_model, config.data, data.cache_dir())
     data.ensure_chat_template(tokenizer, config.data.chat_template, model.resize_embeddings)
     media.check()
     return cast("Images", media)

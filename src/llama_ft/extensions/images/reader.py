@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
 from llama_ft.config import DataConfig
+from llama_ft.data.media import MediaModel
 from llama_ft.data.read.formats import Sample, SampleFormat
 from llama_ft.extensions.images.image_prompts import thumbnail
 from llama_ft.extensions.images.load_processor import load_processor
@@ -23,16 +22,10 @@ class ImageReader:
     choose_trained = staticmethod(choose_trained_parts)
 
     @staticmethod
-    def load(
-        folder: Path,
-        model_config: PretrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        trust_remote_code: bool,
-        config: DataConfig,
-        cache: Path,
-    ) -> Images:
-        """Load what reads images, see `load_media`."""
-        processor = load_processor(folder, model_config, tokenizer, trust_remote_code)
+    def load(model: MediaModel, config: DataConfig, cache: Path) -> Images:
+        """Load what reads images, see `MediaReader`."""
+        tokenizer = model.tokenizer
+        processor = load_processor(model.folder, model.config, tokenizer, model.trust_remote_code)
         store = ImageStore(cache, is_full=config.streaming)
         images = Images(processor, store, config.max_pixels)
         if not tokenizer.chat_template:
