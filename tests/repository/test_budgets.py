@@ -22,7 +22,7 @@ LONGEST_FILE = 600  # lines
 LONGEST_FUNCTION = 65  # lines, with its docstring
 MOST_PARAMETERS = 6  # without self and cls
 # Functions with more. Four of them are operators of LoRA, whose tensors autograd needs one by one.
-MOST_WITH_MORE_PARAMETERS = 8
+MOST_WITH_MORE_PARAMETERS = 6
 MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.

@@ -96,6 +96,23 @@ MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|<[a-z]+(?:_[a-z]+)+>")
 END_MARKER = re.compile(r"<[^<>\s]+>")
 
 
+class Rendering(NamedTuple):
+    """How a chat is rendered.
+
+    Attributes:
+        blocks: also return the spans of `{% generation %}` blocks.
+        open_answer: end with the heading of an assistant message (add_generation_prompt).
+        is_today: the template writes today's date. In training it is always DATE.
+    """
+
+    blocks: bool = False
+    open_answer: bool = False
+    is_today: bool = False
+
+
+IN_TRAINING = Rendering()
+
+
 def ensure_chat_template(
     tokenizer: "PreTrainedTokenizerBase", choice: str | None = None, add_tokens: bool = False
 ) -> str:
@@ -352,9 +369,7 @@ def render_chat(
     special_tokens: dict[str, Any],
     messages: list[Message],
     tools: Tools | None = None,
-    blocks: bool = False,
-    open_answer: bool = False,
-    is_today: bool = False,
+    rendering: Rendering = IN_TRAINING,
 ) -> tuple[str, list[Span]]:
     """Render a chat.
 
@@ -363,9 +378,7 @@ def render_chat(
         special_tokens: name -> text, such as bos_token; templates use them as variables.
         messages: messages of all roles, in order.
         tools: JSON schemas of functions, for templates that support tools.
-        blocks: also return the spans of `{% generation %}` blocks.
-        open_answer: end with the heading of an assistant message (add_generation_prompt).
-        is_today: the template writes today's date. In training it is always DATE.
+        rendering: with or without blocks, generation prompt and today's date.
 
     Returns:
         The text, and the blocks as [start, end) of its characters.
@@ -377,9 +390,7 @@ def render_chat(
     try:
         with limited():
             written = in_its_form(template, messages)
-            texts, spans = _rendered(
-                template, special_tokens, written, tools, blocks, open_answer, is_today
-            )
+            texts, spans = _rendered(template, special_tokens, written, tools, rendering)
     except ExceededLimit as error:
         count = plural(len(messages), "message")
         raise UserError(
@@ -515,21 +526,19 @@ def _rendered(
     special_tokens: dict[str, Any],
     messages: list[Message],
     tools: Tools | None = None,
-    blocks: bool = False,
-    open_answer: bool = False,
-    is_today: bool = False,
+    rendering: Rendering = IN_TRAINING,
 ) -> tuple[list[str], list[list[Span]]]:
     # Transformers compiles a template once and caches it, with its global variables. Its own
     # strftime_now returns today's date.
-    day = datetime.now() if is_today else DAY
+    day = datetime.now() if rendering.is_today else DAY
     _compile_jinja_template(template).globals["strftime_now"] = day.strftime
-    variables = special_tokens if is_today else {"date_string": DATE, **special_tokens}
+    variables = special_tokens if rendering.is_today else {"date_string": DATE, **special_tokens}
     rendered = render_jinja_template(
         [messages],
         tools,
         chat_template=template,
-        return_assistant_tokens_mask=blocks,
-        add_generation_prompt=open_answer,
+        return_assistant_tokens_mask=rendering.blocks,
+        add_generation_prompt=rendering.open_answer,
         **variables,
     )
     # Transformers annotates it as str

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from llama_ft.data.chat.chat_template import (
     BUILT_IN,
     PROBE,
+    Rendering,
     Span,
     Tools,
     render_chat,
@@ -197,16 +198,14 @@ class ChatRenderer:
     def _with_end(self, messages: list[Message], tools: Tools | None) -> tuple[str, list[Span]]:
         """Return the text of a chat that ends with a response, after which comes the token that ends
         it, and the blocks."""
-        text, blocks = render_chat(
-            self.template, self._special_tokens, messages, tools, self.has_generation_block
-        )
+        rendering = Rendering(blocks=self.has_generation_block)
+        text, blocks = render_chat(self.template, self._special_tokens, messages, tools, rendering)
         next_role = "tool" if messages[-1].get("tool_calls") else "user"
         return text + self._turn_ends.get(next_role, ""), blocks
 
     def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
-        text, _ = render_chat(
-            self.template, self._special_tokens, messages, tools, open_answer=open_answer
-        )
+        rendering = Rendering(open_answer=open_answer)
+        text, _ = render_chat(self.template, self._special_tokens, messages, tools, rendering)
         return text
 
     def _refuse_dropped(self, messages: list[Message], prompt: str, written: str) -> None:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ft.data.chat.chat_template import Tools, added_bos, render_chat, template_for
+from llama_ft.data.chat.chat_template import Rendering, Tools, added_bos, render_chat, template_for
 from llama_ft.data.media import Media
 from llama_ft.data.read.formats import Message
 from llama_ft.data.read.media import media_paths
@@ -49,8 +49,7 @@ def chat_prompt(
         tokenizer.special_tokens_map,
         messages,
         tools,
-        open_answer=True,
-        is_today=is_today,
+        Rendering(open_answer=True, is_today=is_today),
     )
     if media is not None and media_paths(messages):
         return media.prompt(text, messages)
@@ -69,7 +68,8 @@ def response_text(
     """
     template = template_for(tokenizer, tools)
     names = tokenizer.special_tokens_map
-    prompt, _ = render_chat(template, names, messages[:-1], tools, open_answer=True)
+    rendering = Rendering(open_answer=True)
+    prompt, _ = render_chat(template, names, messages[:-1], tools, rendering)
     text, _ = render_chat(template, names, messages, tools)
     if not text.startswith(prompt):
         return None
