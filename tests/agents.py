@@ -4,7 +4,7 @@ Their ranks are forks of the agent, which has torch imported, so that a restart 
 `is_command`, the agent is the command `torchrun`, and a rank is an interpreter of its own.
 """
 
-import multiprocessing
+import json
 import os
 import pickle
 import runpy
@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from forked import ENVIRONMENT, POLLING, REPOSITORY, start_server
+from forked import ENVIRONMENT, REPOSITORY, Fork
 
 SLOWED = REPOSITORY / "tests" / "slowed_recipe.py"
 DEADLINE_SECONDS = 200.0
@@ -114,13 +114,8 @@ class Node:
         folder.mkdir(exist_ok=True)
         self._log = folder / f"{time.monotonic_ns()}.log"
         self._log.touch()
-        start_server()
-        context = multiprocessing.get_context("forkserver")
-        self._agent = context.Process(
-            target=_run_agent, args=(words, variables, self._log, is_command)
-        )
-        with POLLING:
-            self._agent.start()
+        request = {"words": words, "folder": str(folder), "is_command": is_command}
+        self._agent = Fork([__file__, json.dumps(request)], variables, self._log)
 
     @property
     def output(self) -> str:
@@ -128,13 +123,11 @@ class Node:
 
     @property
     def pid(self) -> int:
-        assert self._agent.pid is not None
         return self._agent.pid
 
     @property
     def exit_code(self) -> int | None:
-        with POLLING:
-            return self._agent.exitcode
+        return self._agent.exit_code
 
     def lose(self) -> None:
         """Kill the agent and its ranks, whose parent it is until then."""
@@ -147,21 +140,15 @@ class Node:
         self.wait()
 
     def wait(self) -> int | None:
-        self._agent.join(DEADLINE_SECONDS)
-        return self.exit_code
+        return self._agent.wait(DEADLINE_SECONDS)
 
 
-def _run_agent(words: list[str], variables: dict[str, str], output: Path, is_command: bool) -> None:
+def _run_agent(words: list[str], folder: str, is_command: bool) -> None:
     """Be torchrun, as the command line starts it."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    os.environ.clear()
-    os.environ.update(variables)
-    os.chdir(output.parent)
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(file, standard)
+    os.chdir(folder)
     if is_command:
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
     arguments = parse_args(words)
@@ -203,3 +190,7 @@ def wait_until(happened: Callable[[], Any], *nodes: Node) -> None:
             assert node.exit_code is None, node.output
         assert time.monotonic() < deadline, nodes[0].output
         threading.Event().wait(0.02)
+
+
+if __name__ == "__main__":
+    _run_agent(**json.loads(sys.argv[1]))

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from forked import ENVIRONMENT, REPOSITORY, Finished, forked
+from forked import ENVIRONMENT, REPOSITORY, SERVER, Finished, forked
 
 if TYPE_CHECKING:
     from llama_ft.runtime import Ranks
@@ -178,6 +178,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return places.get(file.as_posix(), len(places))
 
     items.sort(key=place_of)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of xdist where the fork server listens."""
+    node.workerinput["fork_server"] = SERVER.address
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a worker use the fork server of all workers."""
+    if hasattr(config, "workerinput"):
+        SERVER.share(config.workerinput["fork_server"])
 
 
 @pytest.hookimpl(optionalhook=True)

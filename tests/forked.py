@@ -2,21 +2,22 @@
 
 Importing torch and transformers takes every process 5 to 8 s of a core. What is forked here is a
 process of its own all the same, with a command line, an environment, an output and an exit code;
-ranks meet over gloo as torchrun's do.
+ranks meet over gloo as torchrun's do. All workers of pytest-xdist share one server.
 """
 
-import multiprocessing
+import json
 import os
 import re
-import runpy
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
-from multiprocessing.context import ForkServerProcess
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ INHERITED = re.compile(
 )
 AT_THE_START = dict(os.environ)
 SECONDS_TO_LEAVE = 30.0  # what torchrun gives the other ranks when one has failed
-POLLING = threading.Lock()  # multiprocessing polls all of its processes whenever it starts one
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,105 @@ class Finished:
     seconds: float
 
 
-def start_server() -> None:
-    """Start the server, unless it runs; it ends with this process."""
-    own = {**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).parent}"}
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)  # threads are counted when torch is imported
-    try:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["preloaded"])
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+class Server:
+    """fork_server.py: this process's own, which ends with it, or that of another process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._address = ""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # it reads until this process ends
+
+    def share(self, address: str) -> None:
+        """Use the server of another process."""
+        self._address = address
+
+    @property
+    def address(self) -> str:
+        """Where it listens. The first call starts it."""
+        with self._lock:
+            if not self._address:
+                self._start()
+            return self._address
+
+    def connect(self) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(self.address)
+        return client
+
+    def _start(self) -> None:
+        tests = Path(__file__).parent
+        # threads are counted when torch is imported
+        variables = {**os.environ, **ENVIRONMENT}
+        variables["PYTHONPATH"] = f"{ENVIRONMENT['PYTHONPATH']}:{tests}"
+        self._folder = tempfile.TemporaryDirectory(prefix="fork-server-")
+        address = f"{self._folder.name}/socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(128)
+            number = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, str(tests / "fork_server.py"), str(number)],
+                pass_fds=[number],
+                stdin=subprocess.PIPE,
+                cwd=REPOSITORY,
+                env=variables,
+            )
+        self._address = address
+
+
+SERVER = Server()
+
+
+class Fork:
+    """A process that runs a script, with `variables` as its environment."""
+
+    def __init__(self, words: list[str], variables: dict[str, str], output: Path) -> None:
+        request = {"words": words, "variables": variables, "output": str(output)}
+        self._lock = threading.Lock()
+        self._exit_code: int | None = None
+        self.cpu_seconds = 0.0  # with those of its own processes, once it has ended
+        self._connection = SERVER.connect()
+        self._connection.sendall(json.dumps(request).encode() + b"\n")
+        self._answers = self._connection.makefile()
+        self.pid = int(self._answer())
+
+    def fileno(self) -> int:
+        """Readable when the process has ended."""
+        return self._connection.fileno()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        with self._lock:
+            if self._exit_code is None and connection.wait([self._connection], 0):
+                exit_code, seconds = self._answer().split()
+                self._exit_code = int(exit_code)
+                self.cpu_seconds = float(seconds)
+            return self._exit_code
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end and return its exit code, or None after `timeout` seconds."""
+        connection.wait([self._connection], timeout)
+        return self.exit_code
+
+    def _answer(self) -> str:
+        answer = self._answers.readline()
+        if not answer:
+            raise RuntimeError("The fork server has ended. `import preloaded` in tests/ says why.")
+        return answer
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.exit_code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send(signal.SIGTERM)
 
 
 def forked(
@@ -100,18 +188,16 @@ class Running:
     """The processes of a script, one per rank."""
 
     words: list[str]
-    processes: list[ForkServerProcess]
+    processes: list[Fork]
     store: Any  # where the ranks meet; it must live as long as they do
 
     def is_alive(self) -> bool:
-        return any(_exit_code(process) is None for process in self.processes)
+        return any(process.exit_code is None for process in self.processes)
 
     def send(self, number: int) -> None:
         """Send a signal to every rank, as a terminal or a launcher does."""
         for process in self.processes:
-            if _exit_code(process) is None:
-                assert process.pid is not None
-                os.kill(process.pid, number)
+            process.send(number)
 
     def wait(self, timeout: float) -> int | None:
         """Wait for all ranks, and kill them after `timeout` seconds. Return the exit code of the
@@ -128,7 +214,6 @@ def start_forked(
     **environment: str,
 ) -> Running:
     """Start what `forked` runs. stdout and stderr go to the file `output`."""
-    start_server()
     store, place = _meeting(ranks, nodes) if ranks else (None, {})
     words = [str(script), *map(str, arguments)]
     output.touch()
@@ -140,11 +225,7 @@ def start_forked(
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node)}
         variables = {**_inherited(), **ENVIRONMENT, **place, **own, **environment}
         own_words = [word.replace("{node}", str(node)) for word in words]
-        context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=_run_script, args=(own_words, variables, str(output)))
-        processes.append(process)
-        with POLLING:
-            process.start()
+        processes.append(Fork(own_words, variables, output))
     return Running(words, processes, store)
 
 
@@ -172,38 +253,20 @@ def _meeting(ranks: int, nodes: int) -> tuple[Any, dict[str, str]]:
     return store, {**variables, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
 
 
-def _run_script(words: list[str], variables: dict[str, str], output: str) -> None:
-    """What a forked process does: the script, as the interpreter would run it."""
-    os.environ.clear()
-    os.environ.update(variables)
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(file, standard)
-    sys.argv = words
-    sys.path[0] = str(Path(words[0]).parent)
-    os.chdir(REPOSITORY)
-    runpy.run_path(words[0], run_name="__main__")
-
-
-def _wait(processes: list[ForkServerProcess], deadline: float) -> int | None:
+def _wait(processes: list[Fork], deadline: float) -> int | None:
     """Wait for all; the exit code of the one that failed first, or None after the deadline. As
     under torchrun, a failure ends the others."""
     failed = 0
-    while running := [process for process in processes if _exit_code(process) is None]:
+    while running := [process for process in processes if process.exit_code is None]:
         if time.monotonic() > deadline:
             for process in running:
                 process.kill()
             return failed or None
-        connection.wait([process.sentinel for process in running], deadline - time.monotonic())
-        codes = [code for process in processes if (code := _exit_code(process))]
+        connection.wait(running, deadline - time.monotonic())
+        codes = [code for process in processes if (code := process.exit_code)]
         if codes and not failed:
             failed = codes[0]
             deadline = min(deadline, time.monotonic() + SECONDS_TO_LEAVE)
             for process in running:
                 process.terminate()
-    return failed or next((code for process in processes if (code := _exit_code(process))), 0)
-
-
-def _exit_code(process: ForkServerProcess) -> int | None:
-    with POLLING:
-        return process.exitcode
+    return failed or next((code for process in processes if (code := process.exit_code)), 0)

@@ -132,9 +132,8 @@ def kill_ranks(running: Running, chance: random.Random) -> bool:
     for process in ranks:
         process.kill()
         time.sleep(chance.choice((0, chance.uniform(0, MOST_SECONDS))))
-    for process in ranks:
-        process.join()
-    return any(process.exitcode == -signal.SIGKILL for process in ranks)
+    running.wait(timeout=60)
+    return any(process.exit_code == -signal.SIGKILL for process in ranks)
 
 
 def corrupted(store: ObjectStore, folder: Path) -> list[str]:

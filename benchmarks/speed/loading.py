@@ -219,11 +219,13 @@ def preload() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
 
 
-def measure(case: Case, folder: Path, device: Device, result: Result) -> None:
+def measure(
+    case: Case, folder: Path, device: Device, result: Result, start_method: str = "forkserver"
+) -> None:
     """One turn of one case: starts its ranks, and watches their memory while they load."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context(start_method)
     pipes = []
     processes = []
     for rank in range(case.ranks):

@@ -5,13 +5,15 @@ benchmarks/speed/loading.py measures; what is allowed is worked out here, from t
 bounds are those the benchmark checks, with twice the room above a rank's own shards."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from forked import REPOSITORY, start_server
+from forked import REPOSITORY, forked
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -22,6 +24,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+JOB = Path(__file__).with_name("loading_memory_job.py")
 HIDDEN = 1024
 MIDDLE = 2816
 LAYERS = 16
@@ -46,8 +49,7 @@ ALLOWANCE = 64 * 2**20
 
 
 def benchmark() -> ModuleType:
-    """benchmarks/speed/loading.py as a module, under a name by which the processes it starts find it
-    too."""
+    """benchmarks/speed/loading.py as a module."""
     sys.path.insert(0, str(REPOSITORY))
     return importlib.import_module("benchmarks.speed.loading")
 
@@ -95,13 +97,16 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def peaks(folder: Path, way: str, target: str) -> list[int]:
-    """Peak of each rank's anonymous memory above its level before loading."""
-    start_server()
-    loading = benchmark()
-    result = loading.Result()
-    loading.measure(loading.Case(RANKS, way, target), folder, "cpu", result)
-    return result.host_peaks
+def measure(folder: Path, ranks: int, way: str, target: str) -> dict[str, Any]:
+    """What the benchmark finds: the peak of each rank's anonymous memory above its level before
+    loading, and sizes of tensors."""
+    case = {"folder": str(folder), "ranks": ranks, "way": way, "target": target}
+    file = folder / "case.json"
+    file.write_text(json.dumps(case))
+    finished = forked(JOB, file)
+    assert finished.exit_code == 0, finished.output
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def bounds(way: str, target: str) -> list[int]:
@@ -127,7 +132,8 @@ def bounds(way: str, target: str) -> list[int]:
 def test_no_rank_holds_more_than_its_shards_and_a_part_of_a_tensor(
     folder: Path, way: str, target: str
 ) -> None:
-    for peak, bound in zip(peaks(folder, way, target), bounds(way, target), strict=True):
+    peaks = measure(folder, RANKS, way, target)["host_peaks"]
+    for peak, bound in zip(peaks, bounds(way, target), strict=True):
         assert MODEL_BYTES[target] / RANKS < peak < bound
 
 
@@ -137,26 +143,22 @@ def test_no_rank_holds_more_than_its_shards_and_a_part_of_a_tensor(
 def test_a_published_checkpoint_is_not_dequantized_as_a_whole(
     published: Path, ranks: int, way: str, target: str
 ) -> None:
-    start_server()
-    loading = benchmark()
-    result = loading.Result()
-    loading.measure(loading.Case(ranks, way, target), published, "cpu", result)
+    found = measure(published, ranks, way, target)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(published)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     whole = 2 * model.num_parameters()
-    in_shards = sum(rank.shards for rank in result.ranks)
+    in_shards = sum(rank["shards"] for rank in found["ranks"])
     if target == "bf16":
         assert in_shards == whole
     else:
         assert in_shards < 0.4 * whole
-    for rank, (loaded, peak) in enumerate(zip(result.ranks, result.host_peaks, strict=True)):
-        room = 1.5 * loaded.largest if way == "scatter" and rank == 0 else loaded.slice
-        assert loaded.shards < peak < loaded.shards + 2 * (room + ALLOWANCE)
+    for rank, (loaded, peak) in enumerate(zip(found["ranks"], found["host_peaks"], strict=True)):
+        room = 1.5 * loaded["largest"] if way == "scatter" and rank == 0 else loaded["slice"]
+        assert loaded["shards"] < peak < loaded["shards"] + 2 * (room + ALLOWANCE)
 
 
 def test_a_rank_that_loads_the_whole_model_is_over_the_bound(folder: Path) -> None:
-    for peak, bound in zip(
-        peaks(folder, "from_pretrained", "bf16"), bounds("slices", "bf16"), strict=True
-    ):
+    peaks = measure(folder, RANKS, "from_pretrained", "bf16")["host_peaks"]
+    for peak, bound in zip(peaks, bounds("slices", "bf16"), strict=True):
         assert peak > bound
