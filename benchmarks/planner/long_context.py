@@ -4,8 +4,9 @@ and against one rank, and the loss of a sequence against that of Transformers.
     python benchmarks/planner/long_context.py                # 32,768 tokens
     python benchmarks/planner/long_context.py --length 4096  # a minute
 
-A random Llama in fp32 is trained for two steps on sequences of one sample each. Memory is counted as
-in benchmarks/planner/plan.py. The loss is that of one rank in the first step, for --loss_length tokens.
+A random Llama in fp32 is trained for two steps on sequences of --samples samples each, which the
+ranks cut. Memory is counted as in benchmarks/planner/plan.py. The loss is that of one rank in the
+first step, for one sample of --loss_length tokens.
 """
 
 import argparse
@@ -64,8 +65,9 @@ class Case:
         return list(map(str, words))
 
 
-def write_inputs(folder: Path, lengths: list[int]) -> None:
-    """Write a random Llama, a tokenizer of single bytes, and two samples of each length."""
+def write_inputs(folder: Path, lengths: dict[int, int]) -> None:
+    """Write a random Llama, a tokenizer of single bytes, and two sequences of each length; `lengths`
+    has the number of samples of each."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128,
@@ -82,9 +84,9 @@ def write_inputs(folder: Path, lengths: list[int]) -> None:
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
-    for length in lengths:
+    for length, count in lengths.items():
         generator = torch.Generator().manual_seed(length)
-        ids = torch.randint(0, 256, (2, length), generator=generator)
+        ids = torch.randint(0, 256, (2 * count, length // count), generator=generator)
         samples = [{"input_ids": sample} for sample in ids.tolist()]
         write_json_lines(folder / f"rows-{length}.jsonl", samples)
 
@@ -128,13 +130,14 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--length", type=int, default=32_768, help="tokens of a sequence")
+    parser.add_argument("--samples", type=int, default=7, help="samples of a sequence")
     parser.add_argument("--loss_length", type=int, default=8192)
     asked = parser.parse_args()
     cases = [Case(1, asked.length), Case(RANKS, asked.length)]
     of_loss = Case(1, asked.loss_length)
     with tempfile.TemporaryDirectory(prefix="long-") as temporary:
         folder = Path(temporary)
-        write_inputs(folder, sorted({asked.length, asked.loss_length}))
+        write_inputs(folder, {asked.length: asked.samples, asked.loss_length: 1})
         plans = [planned(case, folder, asked.device) for case in cases]
         for case in dict.fromkeys([*cases, of_loss]):
             launch([case], folder, asked.device, dump=False)  # type: ignore[list-item]

@@ -22,8 +22,8 @@ from llama_ft.training.train_state import LossScale
 
 VOCABULARY = 301
 OFFLOAD = "--fsdp_cpu_offload"  # the settings allow it on GPUs only
-# Each list is a micro-batch. Cuts into 2 or 4 parts of 128 or more tokens are inside samples.
-LENGTHS = ([37, 20, 2, 41, 30, 25], [90, 66], [50, 31, 47, 70], [129, 8])
+# Each list is a micro-batch. Filled up to a multiple of 2 or 4, every cut is inside a sample.
+LENGTHS = ([37, 20, 2, 41, 30, 25], [90, 66], [53, 31, 44, 70], [129, 8])
 LABELED = (
     300,
     60,

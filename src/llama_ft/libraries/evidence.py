@@ -61,6 +61,9 @@ EAGER_ATTENTION = "eager_attention_forward"
 BALANCING_LOSS = "load_balancing_loss_func"
 CAUSAL_MASK = "create_causal_mask"
 MASK_OF_ENCODERS = "create_bidirectional_mask"
+MASKS_OF_DECODERS = frozenset(
+    {CAUSAL_MASK, "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
+)
 
 # Attributes of modules.
 IS_CAUSAL = "is_causal"  # of attention: False in encoders

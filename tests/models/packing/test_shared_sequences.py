@@ -2,17 +2,25 @@
 in one process by Transformers' own attention."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from forked import forked
 from models.packing import shared_sequences_job as job
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
+from llama_ft.data import Batch
 from llama_ft.errors import UserError
+from llama_ft.models import BuiltModel, use_packed_attention
+from llama_ft.models.packing.packed_samples import TokenMixers
 from llama_ft.models.packing.shared_sequences import OwnTokens
 from llama_ft.runtime.sequence import SequenceRank, share_sequences
+from llama_ft.training.objectives.base import model_call
+from recipes import shared_step_job
 
 FAST = ("llama", "gemma 3", "sinks", "latent attention", "longrope", "routers", "delta nets")
 SIMPO = "llama by simpo"
@@ -101,7 +109,7 @@ def test_the_routers_loss_is_that_of_all_tokens_of_the_sequence(launch: Path) ->
 def test_a_pair_loss_over_shared_sequences_is_that_of_the_whole_responses(launch: Path) -> None:
     found = torch.load(launch / f"{SIMPO}.pt")
     model, samples = log_probabilities("llama", job.pairs())
-    assert [len(sample) for sample in samples] == [36, 19, 0, 34]
+    assert [len(sample) for sample in samples] == [36, 19, 0, 43]
     means = [sample.sum() / max(1, len(sample)) for sample in samples]
     beta, gamma = 0.1, 0.5  # the defaults of beta and simpo_gamma
     chosen = torch.stack(means[::2])
@@ -112,6 +120,27 @@ def test_a_pair_loss_over_shared_sequences_is_that_of_the_whole_responses(launch
     assert found["count"] == 2
     assert found["logged"]["rewards/chosen"] == pytest.approx(beta * chosen.sum().item(), rel=1e-5)
     assert_gradients(found["gradients"], model, "llama")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("lengths", [job.LENGTHS, job.LENGTHS[:4], *shared_step_job.LENGTHS])
+def test_the_compared_sequences_are_cut_inside_of_samples(lengths: list[int], size: int) -> None:
+    group: Any = None  # not asked
+    batch = Batch(
+        torch.zeros(1, sum(lengths), dtype=torch.int64),
+        torch.zeros(1, sum(lengths), dtype=torch.int64),
+        lengths,
+        True,
+        [""] * len(lengths),
+    )
+    built = BuiltModel(job.make("llama"))
+    built.mixers = TokenMixers(built.model)
+    built.mixers.sequence = SequenceRank(0, size, group)
+    own_tokens = model_call(built, batch, CPU).inputs["input_ids"].shape[1]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    cuts = [own_tokens * rank for rank in range(1, size)]
+    assert cuts[-1] < sum(lengths)  # every rank has tokens of samples
+    assert not {*cuts} & {*ends}
 
 
 def test_each_target_is_computed_by_one_rank() -> None:
@@ -129,6 +158,23 @@ def test_tokens_that_fill_a_shared_sequence_up_are_not_counted() -> None:
     group: Any = None
     last = OwnTokens.of(SequenceRank(1, 2, group), torch.zeros(1, 12))
     assert last.mask(10, CPU).tolist() == [[True, True, True, True, False, False]]
+
+
+NEEDS_MASKS = ("Bloom", "GPTJ", "Falcon", "Mpt")
+
+
+@pytest.mark.parametrize("kind", NEEDS_MASKS)
+def test_attention_that_needs_masks_is_a_user_error_before_weights_are_loaded(kind: str) -> None:
+    with torch.device("meta"):
+        config = getattr(transformers, f"{kind}Config")()
+        layers = dict.fromkeys(("num_hidden_layers", "n_layer"), 2)
+        config.update({name: value for name, value in layers.items() if hasattr(config, name)})
+        built = BuiltModel(AutoModelForCausalLM.from_config(config))
+    group: Any = None  # not asked
+    ranks: Any = SimpleNamespace(sequence=SequenceRank(0, 1, group))
+    with pytest.raises(UserError, match="needs masks of all pairs of tokens") as raised:
+        use_packed_attention(built, ranks)
+    assert kind in str(raised.value)
 
 
 def test_ranks_that_cannot_be_divided_into_groups_are_a_user_error() -> None:

@@ -67,7 +67,7 @@ def use_packed_attention(built: BuiltModel, ranks: Ranks | None = None) -> Token
         ranks: they may share packed sequences; None: the model is not computed, or by one rank.
 
     Raises:
-        UserError: its attention heads cannot be divided among the ranks that share a sequence.
+        UserError: its attention cannot be divided among the ranks that share a sequence.
     """
     model = built.model
     mixers = built.mixers
@@ -81,6 +81,11 @@ def use_packed_attention(built: BuiltModel, ranks: Ranks | None = None) -> Token
         model.register_forward_pre_hook(partial(_begin, mixers), with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)
         mixers.sequence = sequence
+    if sequence is not None and mixers.gets_masks:
+        raise UserError(
+            f"{NOT_SHARED}: the attention of {type(model).__name__} needs masks of all pairs of tokens, which "
+            "ranks cannot share. Leave it out."
+        )
     if mixers.per_sample:
         log.info(f"Packed samples are computed one after another by {mixers.names()}.")
     if not mixers.attention:

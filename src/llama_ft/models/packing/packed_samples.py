@@ -31,6 +31,7 @@ from llama_ft.libraries.evidence import (
     COUNTS_POSITIONS,
     FLASH_ATTENTION_ARGUMENTS,
     LOOKS_UP_POSITIONS,
+    MASKS_OF_DECODERS,
     MISSING_KERNEL,
     SAMPLE_OF_TOKEN,
 )
@@ -129,6 +130,7 @@ class TokenMixers:
         per_sample: mixers that run sample by sample.
         with_kernels: mixers whose kernels get the offsets of the samples.
         needs_scope: some mixer gets the samples only from `samples_of`, not as an argument.
+        gets_masks: attention runs sample by sample, with masks of all pairs of tokens.
         sequence: the ranks that share each packed sequence; None: each rank has its own.
     """
 
@@ -152,6 +154,7 @@ class TokenMixers:
         if any(map(_calls_interface, others)):
             others = mixers
         self.attention = [mixer for mixer in mixers if mixer not in others]
+        self.gets_masks = not self.attention and any(map(_makes_masks, text.modules()))
         self.per_sample = set[nn.Module]()
         self.with_kernels = set[nn.Module]()
         self.needs_scope = False
@@ -486,8 +489,16 @@ def _parameters(forward: Callable[..., Any]) -> set[str]:
 
 
 def _calls_interface(module: nn.Module) -> bool:
+    return ATTENTION_INTERFACE in _names_in_forward(module)
+
+
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and ATTENTION_INTERFACE in code.co_names
+    return () if code is None else code.co_names
+
+
+def _makes_masks(module: nn.Module) -> bool:
+    return not MASKS_OF_DECODERS.isdisjoint(_names_in_forward(module))
 
 
 def _own_type(module: nn.Module) -> type[Any]:

@@ -369,7 +369,10 @@ def _divisible(
     """Return the tokens and lengths with additional examples, so that all ranks that share the
     sequence have equally many tokens. Each example is a copy of the first tokens of the longest one,
     so that none has more positions than that. See `_filled_up`."""
-    missing = -input_ids.shape[1] % (ranks * PAD_MULTIPLE[current_target().device])
+    multiple = ranks * PAD_MULTIPLE[current_target().device]
+    if input_ids.shape[1] < 2 * multiple:
+        multiple = ranks  # otherwise the last ranks would have none but added tokens
+    missing = -input_ids.shape[1] % multiple
     longest = max(lengths)
     start = sum(lengths[: lengths.index(longest)])
     tokens = [input_ids]
