@@ -43,6 +43,11 @@ def test_a_token_mixer_takes_a_cache(mixer: str) -> None:
     assert evidence.CACHES & parameters(mixer)
 
 
+def test_attention_takes_a_mask() -> None:
+    for attention in ("bloom.BloomAttention", "gptj.GPTJAttention", "falcon.FalconAttention"):
+        assert evidence.MASK in parameters(attention)
+
+
 def test_a_layer_without_a_mixer_takes_none() -> None:
     assert not evidence.CACHES & parameters("llama.LlamaMLP")
     assert not evidence.CACHES & parameters("mixtral.MixtralSparseMoeBlock")

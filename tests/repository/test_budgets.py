@@ -45,7 +45,7 @@ TOKENS = {
     "extensions/store": 9900,
     "inference": 7500,
     "libraries": 2600,
-    "models": 63_300,  # tiled MLPs, and masks that ranks cannot share
+    "models": 63_300,  # tiled MLPs, and attention that ranks cannot share
     "observe": 12_600,
     "plan": 19_600,  # chooses tiled MLPs
     "run": 9300,

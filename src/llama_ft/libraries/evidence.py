@@ -34,6 +34,7 @@ FLASH_ATTENTION_ARGUMENTS = frozenset(
     {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 )
 SAMPLE_OF_TOKEN = "seq_idx"
+MASK = "attention_mask"
 # Dimensions of a decoder layer's arguments that change between steps: samples and tokens; for packed
 # sequences the number of samples and the longest. torch would compile for the first step's sizes,
 # and again for each size that changes.
@@ -61,9 +62,6 @@ EAGER_ATTENTION = "eager_attention_forward"
 BALANCING_LOSS = "load_balancing_loss_func"
 CAUSAL_MASK = "create_causal_mask"
 MASK_OF_ENCODERS = "create_bidirectional_mask"
-MASKS_OF_DECODERS = frozenset(
-    {CAUSAL_MASK, "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
-)
 
 # Attributes of modules.
 IS_CAUSAL = "is_causal"  # of attention: False in encoders

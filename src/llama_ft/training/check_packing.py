@@ -94,7 +94,7 @@ def check_packing(
             f"{difference:.0%} of their standard deviation)"
         )
         if not mixers.run_more_per_sample():
-            raise _unsupported(call, problem)
+            raise call.own.unsupported(problem)
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
     has_chunked_loss = _has_exact_chunked_loss(built, call, packed_batch, positions, packed)
     free_unsharded(model)
@@ -166,14 +166,7 @@ def _packed_logits(built: BuiltModel, call: ModelCall, positions: torch.Tensor) 
     except Exception as error:  # of the model's own code, which computes each sample alone
         name = type(built.model).__name__
         problem = f"{name} cannot compute packed samples ({reason(error)})"
-        raise _unsupported(call, problem) from error
-
-
-def _unsupported(call: ModelCall, problem: str) -> UserError:
-    """Return the error for a model that cannot be trained on packed samples, or on parts of them."""
-    if call.own.is_part:
-        return UserError(f"--sequence_parallel_size: {problem}.\nLeave it out.")
-    return UserError(f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding.")
+        raise call.own.unsupported(problem) from error
 
 
 def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> float:

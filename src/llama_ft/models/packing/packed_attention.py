@@ -34,13 +34,16 @@ from llama_ft.models.base.replaced_functions import marked
 from llama_ft.models.base.torch_2_11 import shared_heads
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packing.packed_samples import (
-    NOT_SHARED,
     PackedSamples,
     TokenMixers,
     current_samples,
     set_samples,
 )
-from llama_ft.models.packing.shared_sequences import attend_over_heads, check_can_share
+from llama_ft.models.packing.shared_sequences import (
+    NOT_SHARED,
+    attend_over_heads,
+    check_can_share,
+)
 from llama_ft.runtime import Ranks
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent

@@ -31,19 +31,17 @@ from llama_ft.libraries.evidence import (
     COUNTS_POSITIONS,
     FLASH_ATTENTION_ARGUMENTS,
     LOOKS_UP_POSITIONS,
-    MASKS_OF_DECODERS,
+    MASK,
     MISSING_KERNEL,
     SAMPLE_OF_TOKEN,
 )
 from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base.replaced import replace_method
-from llama_ft.models.packing.shared_sequences import AllTokens
+from llama_ft.models.packing.shared_sequences import NOT_SHARED, AllTokens
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
 from llama_ft.runtime.sequence import SequenceRank
 from llama_ft.runtime.target import current_target
-
-NOT_SHARED = "--sequence_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ class TokenMixers:
         if any(map(_calls_interface, others)):
             others = mixers
         self.attention = [mixer for mixer in mixers if mixer not in others]
-        self.gets_masks = not self.attention and any(map(_makes_masks, text.modules()))
+        self.gets_masks = not self.attention and any(map(_attends, others))
         self.per_sample = set[nn.Module]()
         self.with_kernels = set[nn.Module]()
         self.needs_scope = False
@@ -489,16 +487,16 @@ def _parameters(forward: Callable[..., Any]) -> set[str]:
 
 
 def _calls_interface(module: nn.Module) -> bool:
-    return ATTENTION_INTERFACE in _names_in_forward(module)
-
-
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return () if code is None else code.co_names
+    return code is not None and ATTENTION_INTERFACE in code.co_names
 
 
-def _makes_masks(module: nn.Module) -> bool:
-    return not MASKS_OF_DECODERS.isdisjoint(_names_in_forward(module))
+def _attends(mixer: nn.Module) -> bool:
+    """Return whether a mixer is attention. Recurrent ones, which get a mask of tokens, have
+    convolutions."""
+    takes_mask = MASK in _parameters(type(mixer).forward)
+    has_convolution = any(isinstance(module, nn.Conv1d) for module in mixer.modules())
+    return takes_mask and (_calls_interface(mixer) or not has_convolution)
 
 
 def _own_type(module: nn.Module) -> type[Any]:

@@ -28,6 +28,7 @@ from llama_ft.runtime.sequence import SequenceRank
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key, value
 Attention = tuple[torch.Tensor, torch.Tensor | None]
+NOT_SHARED = "--sequence_parallel_size"  # begins each message on what ranks cannot share
 
 
 def check_can_share(config: Any, name: str, sequence: SequenceRank) -> None:
@@ -45,7 +46,7 @@ def check_can_share(config: Any, name: str, sequence: SequenceRank) -> None:
         if isinstance(number, int) and number % sequence.size:
             possible = [size for size in range(1, number + 1) if number % size == 0]
             raise UserError(
-                f"--sequence_parallel_size {sequence.size}: does not divide the {number} attention heads of "
+                f"{NOT_SHARED} {sequence.size}: does not divide the {number} attention heads of "
                 f"{name}. Choose one of {', '.join(map(str, possible))}."
             )
 
@@ -73,7 +74,7 @@ def attend_over_heads(
     heads = query.shape[1]
     if heads % sequence.size:
         raise UserError(
-            f"--sequence_parallel_size {sequence.size}: does not divide {heads} attention heads. Choose a divisor."
+            f"{NOT_SHARED} {sequence.size}: does not divide {heads} attention heads. Choose a divisor."
         )
     repeats = _repeats(heads, key.shape[1], sequence.size)
     shared = [
@@ -85,7 +86,7 @@ def attend_over_heads(
     own = dict(arguments)
     if own.get("position_bias") is not None:
         raise UserError(
-            "--sequence_parallel_size: attention with a position bias is not supported. Leave it out."
+            f"{NOT_SHARED}: attention with a position bias is not supported. Leave it out."
         )
     if own.get("s_aux") is not None:  # the sinks
         own["s_aux"] = sequence.part(own["s_aux"], 0)
@@ -250,10 +251,14 @@ class OwnTokens:
         ranks = 1 if sequence is None else sequence.size
         return cls(sequence, whole.shape[1] // ranks)
 
-    @property
-    def is_part(self) -> bool:
-        """Whether other ranks have tokens, too."""
-        return self.sequence is not None
+    def unsupported(self, problem: str) -> UserError:
+        """Return the error for a model that cannot be trained on packed samples, or on parts of
+        them."""
+        if self.sequence is not None:
+            return UserError(f"{NOT_SHARED}: {problem}.\nLeave it out.")
+        return UserError(
+            f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding."
+        )
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of values of each token, [samples, tokens]: a view."""
