@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
+
+from llama_ft.errors import UserError, exit_on_error
 
 NAMES = (
     "kubeflow",
@@ -23,6 +24,7 @@ NAMES = (
     "serving",
     "store",
 )  # in the order of their parts in a run
+PAGE = "docs/development/add-an-extension.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +119,30 @@ class Verb:
 
 @cache
 def extensions() -> tuple[Extension, ...]:
-    """Return all extensions."""
-    modules = [import_module(f"llama_ft.extensions.{name}.extension") for name in NAMES]
-    return tuple(module.EXTENSION for module in modules)
+    """Return all extensions. If one of them is not complete, the process ends with a message: they
+    are asked for while modules are imported, before errors are caught."""
+    with exit_on_error():
+        return tuple(_load(f"llama_ft.extensions.{name}.extension:EXTENSION") for name in NAMES)
+
+
+def _load(reference: str) -> Any:
+    """Import what an extension names by `module:name`.
+
+    Raises:
+        UserError: there is no such module, or nothing of this name in it.
+    """
+    module_name, _, name = reference.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module imports what is not installed
+        problem = f"there is no module {error.name}"
+    else:
+        if hasattr(module, name):
+            return getattr(module, name)
+        problem = f"{module.__file__} has no {name}"
+    raise UserError(f"{reference}: {problem}. {PAGE} says what an extension consists of.")
 
 
 def settings_sections() -> dict[str, Any]:
@@ -127,7 +150,8 @@ def settings_sections() -> dict[str, Any]:
     sections = {}
     for extension in extensions():
         for name, implementation in extension.settings.items():
-            sections[name] = resolve_name(implementation)
+            with exit_on_error():  # as in `extensions`
+                sections[name] = _load(implementation)
     return sections
 
 
@@ -137,20 +161,20 @@ def parts(config: Any) -> Iterator[Callable[[Any, Any], Any]]:
     for extension in extensions():
         if extension.part is not None and extension.needs_part(config):
             names = extension.part if isinstance(extension.part, tuple) else (extension.part,)
-            yield from map(resolve_name, names)
+            yield from map(_load, names)
 
 
 def functions_at_end() -> list[Callable[[Path], None]]:
     """Return what is called with the directory of a run that has ended."""
     names = [extension.at_end for extension in extensions()]
-    return [resolve_name(name) for name in names if name is not None]
+    return [_load(name) for name in names if name is not None]
 
 
 def remote_run(settings: Any) -> Callable[[Any, Any], Any] | None:
     """Return the class of the other place of a run with these `CheckpointConfig`, if it has one."""
     for extension in extensions():
         if extension.remote_run is not None and extension.needs_remote_run(settings):
-            return resolve_name(extension.remote_run)
+            return _load(extension.remote_run)
     return None
 
 
@@ -158,14 +182,14 @@ def scores(settings: Any) -> Callable[[Any, Any, Any], Any] | None:
     """Return the class of the scores of evaluations with this `TrainConfig`, if they have some."""
     for extension in extensions():
         if extension.scores is not None and extension.needs_scores(settings):
-            return resolve_name(extension.scores)
+            return _load(extension.scores)
     return None
 
 
 def trials(flags: Any) -> list[Trial]:
     """Try on this rank what the flags of recipes/check.py ask extensions for."""
     names = [extension.trial for extension in extensions()]
-    results = [resolve_name(name)(flags) for name in names if name is not None]
+    results = [_load(name)(flags) for name in names if name is not None]
     return [trial for trial in results if trial is not None]
 
 
@@ -177,33 +201,33 @@ def verbs() -> dict[str, Verb]:
 def media_reader() -> Any:
     """Return the class of what reads media."""
     [name] = [extension.media for extension in extensions() if extension.media is not None]
-    return resolve_name(name)
+    return _load(name)
 
 
 def flags_of(tool: str) -> list[Any]:
     """Return the dataclasses of the flags that extensions add to a tool."""
-    return [resolve_name(entry.flags) for entry in _entries_of(tool)]
+    return [_load(entry.flags) for entry in _entries_of(tool)]
 
 
 def functions_of(tool: str, flags: Any) -> Iterator[Callable[[Any], None]]:
     """Yield what the flags of extensions that are used ask a tool to do: functions of its flags."""
     for entry in _entries_of(tool):
         if entry.is_used(flags):
-            yield resolve_name(entry.run)
+            yield _load(entry.run)
 
 
 def checks_of(tool: str, flags: Any) -> Iterator[Callable[[Any], None]]:
     """Yield the functions that check the flags of extensions that are used."""
     for entry in _entries_of(tool):
         if entry.check is not None and entry.is_used(flags):
-            yield resolve_name(entry.check)
+            yield _load(entry.check)
 
 
 def finish_export(flags: Any, written: Path) -> None:
     """Let extensions change or reject what an export has written, before it replaces OUT."""
     for entry in _entries_of("export"):
         if entry.finish is not None and entry.is_used(flags):
-            resolve_name(entry.finish)(flags, written)
+            _load(entry.finish)(flags, written)
 
 
 def _entries_of(tool: str) -> list[ToolFlags]:

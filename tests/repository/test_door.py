@@ -10,6 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import pytest
 from conftest import REPOSITORY, run, write_rows
 from pages import Page
 
@@ -50,6 +51,36 @@ def test_all_that_extensions_name_exists() -> None:
     found = list(references(door.extensions()))
     assert "llama_ft.extensions.kubeflow.part:KubeflowProgress" in found
     assert all(callable(resolve_name(name)) for name in found)
+
+
+BROKEN = """
+import sys, types
+from llama_ft import door
+door.NAMES = (*door.NAMES, "waiting")
+extensions = "llama_ft.extensions."
+if sys.argv[1] != "no folder":
+    sys.modules[extensions + "waiting"] = types.ModuleType("waiting", "An extension.")
+    sys.modules[extensions + "waiting"].__path__ = []
+    module = sys.modules[extensions + "waiting.extension"] = types.ModuleType("extension.py")
+    module.__file__ = "waiting/extension.py"
+if sys.argv[1] == "no class":
+    module.EXTENSION = door.Extension(settings={"waiting": "llama_ft.door:Waiting"})
+import llama_ft.config
+"""
+PROBLEMS = {
+    "no folder": "llama_ft.extensions.waiting.extension:EXTENSION: there is no module llama_ft.extensions.waiting.",
+    "no EXTENSION": "waiting/extension.py has no EXTENSION.",
+    "no class": "door.py has no Waiting.",
+}
+
+
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_a_broken_extension_ends_in_one_sentence(what: str) -> None:
+    finished = run([sys.executable, "-c", BROKEN, what])
+    assert finished.exit_code == 2, finished.output
+    [line] = finished.output.splitlines()
+    assert line.startswith("error: ")
+    assert PROBLEMS[what] in line
 
 
 def copy_with_extension(folder: Path) -> Path:
