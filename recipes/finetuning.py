@@ -43,11 +43,11 @@ from llama_ft.run import (  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
 
 
-@fire.decorators.SetParseFn(str)
+@fire.decorators.SetParseFn(str)  # texts, which load_flags checks and converts
 def main(**flags: str) -> None:
     """Run a fine-tuning, from the settings to the final model or adapter on disk."""
     with start_run(*load_flags(flags, DEMO_CONFIG), RECIPE, PLANNER) as setup:
-        if setup.is_finished:
+        if setup.is_finished:  # a resumed run that has nothing left to do
             return
         ranks = setup.ranks
         objective = build_objective(setup.config)
@@ -71,7 +71,8 @@ def main(**flags: str) -> None:
         built = build_model(inputs.request, ranks, setup.memory)
         pack_length = inputs.batches.layout.pack_length
         if pack_length is not None:
-            # Samples must not see each other: compare a few with samples alone.
+            # Samples must not see each other: compare a few with samples alone. The chunked loss is
+            # compared with that of all logits, too, and turned off if it differs.
             first = inputs.batches.first_samples()
             dtype = runtime.PRECISIONS[config.train.precision].compute
             built.has_chunked_loss = training.check_packing(
@@ -97,14 +98,14 @@ def build_model(
     export, without ranks, only on the meta device.
     """
     config = request.config
-    report = log.debug if request.purpose == "read" else log.info
+    log_line = log.debug if request.purpose == "read" else log.info
     quantization = models.choose_quantization(
         config.quantization, request.model_config, request.has_frozen_base
     )
     built = models.build_requested(request)
     model = built.model
     if towers := models.describe_towers(built):  # of a model that takes more than text
-        report(towers)
+        log_line(towers)
     if quantization is not None:
         quantized = models.quantize_linears(built, quantization)
         log.info(str(quantized))  # which layers, and how many weights
@@ -117,13 +118,13 @@ def build_model(
         base_name = models.portable_name(config.model.model_name, request.folder)
         built.adapter = models.inject_lora(built, config.peft, base_name, request.new_tokens)
         if experts := models.describe_experts(model):
-            report(experts)
+            log_line(experts)
     if tiled := models.use_tiled_mlp(model, config.train):  # --tiled_mlp
-        report(tiled)
+        log_line(tiled)
     models.freeze(model, request)  # freeze_layers, groups, or all of a reference
     built.has_chunked_loss = models.use_chunked_loss(built)
     if not (built.has_chunked_loss or built.has_score):
-        report("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
+        log_line("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
     if config.train.neftune_noise_alpha:
         models.add_embedding_noise(model, config.train.neftune_noise_alpha)
     if config.model.compile:
@@ -135,7 +136,7 @@ def build_model(
     if request.is_sharded:
         built.sharding = models.apply_fsdp(built, ranks.mesh, config.fsdp, request.precision)
         if ranks.world_size > 1:  # a single process does not shard
-            report(models.unit_table(built.sharding.units))
+            log_line(models.unit_table(built.sharding.units))
 
     if request.purpose == "train":
         training.check_own_optimizer(model, config.train)  # --optimizer file.py:function
@@ -143,7 +144,7 @@ def build_model(
     started = time.perf_counter()
     built.stored = models.load_weights(built, ranks, models.LoadSettings.of(request))
     seconds = time.perf_counter() - started
-    report(f"Weights loaded in {seconds:.1f} s; {models.describe_trained(model)}")
+    log_line(f"Weights loaded in {seconds:.1f} s; {models.describe_trained(model)}")
     memory.leave()
     return built
 
@@ -168,12 +169,12 @@ def train_step(
     losses = []
     for batch in training.micro_batches(built, step, loop, ranks):
         loop.memory.enter("forward")
-        loss = objective.loss(built, batch, ranks)
+        loss_sum = objective.loss(built, batch, ranks)
         loop.memory.enter("backward")
         # FSDP adds up gradients of ranks, it does not average them: see models/sharding/fsdp.py.
-        (loss.loss / (count / loop.scale.factor)).backward()  # the factor is 1 but in fp16
-        losses.append(loss.detach())
-    del loss  # frees its graph
+        (loss_sum.loss / (count / loop.scale.factor)).backward()  # the factor is 1 but in fp16
+        losses.append(loss_sum.detach())
+    del loss_sum  # frees its graph
     loop.memory.enter("optimizer step")
     gradients = training.local_gradients(built, loop.scale, ranks)
     sums = training.reduce_losses_and_norm(losses, gradients, ranks)
@@ -184,7 +185,7 @@ def train_step(
     # equal noise: seed its generator with the step and ranks.shard.rank.
     outcome = training.StepOutcome(step, losses, count, sums)
     outcome.is_skipped = loop.update_loss_scale(outcome)
-    failed = loop.failed_so_far(outcome)
+    failed = loop.failed_so_far(outcome)  # a loss or a norm that is not finite
     if training.may_update(optimizer, failed):
         optimizer.step()
     optimizer.zero_grad()
