@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from template_chats import SPECIAL, STOCK
+from tiny_llama import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -61,15 +61,7 @@ def save_base(folder: Path, template: str, end: str) -> PreTrainedTokenizerFast:
         tokenizer_object=backend, bos_token="<s>", eos_token=eos, pad_token="<base_end>"
     )
     tokenizer.save_pretrained(folder)
-    shape = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(**shape, vocab_size=len(tokenizer), tie_word_embeddings=False)
-    )
+    model = tiny_llama(num_hidden_layers=1, vocab_size=len(tokenizer))
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
             parameter.zero_()

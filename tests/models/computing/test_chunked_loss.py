@@ -9,8 +9,9 @@ import pytest
 import torch
 from models.test_architectures import ARCHITECTURES, SHAPE
 from peft import LoraConfig, get_peft_model
+from tiny_llama import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import BuiltModel, use_chunked_loss
@@ -122,8 +123,7 @@ def test_other_architectures_compute_all_logits_at_once(name: str) -> None:
 
 @pytest.fixture
 def llama() -> Iterator[LlamaForCausalLM]:
-    torch.manual_seed(0)
-    yield LlamaForCausalLM(LlamaConfig(**{**SHAPE, "num_hidden_layers": 1}))
+    yield tiny_llama(**{**SHAPE, "num_hidden_layers": 1})
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
