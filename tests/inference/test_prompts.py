@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.generate import Answer, Answerer
+from llama_ft.inference.generate import Answerer, GeneratedAnswer
 from llama_ft.inference.load import open_model
 from llama_ft.inference.prompts import answer_prompts, converse, read_prompts
 from llama_ft.runtime import Ranks
@@ -211,13 +211,13 @@ class Counts(Answerer):
         self.vocabulary = len(tokenizer)
         self.asked: list[str] = []
 
-    def answer(self, prompts: Any, show: Any = None) -> list[Answer]:
+    def answer(self, prompts: Any, show: Any = None) -> list[GeneratedAnswer]:
         self.longest_answer(len(prompts[0]))
         self.asked += [str(self.tokenizer.decode(prompt)) for prompt in prompts]
         show(f"answer {len(self.asked)}")
         if "stop" in self.asked[-1]:
             raise KeyboardInterrupt
-        return [Answer(f"answer {len(self.asked)}", is_truncated=False)]
+        return [GeneratedAnswer(f"answer {len(self.asked)}", is_truncated=False)]
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ from llama_ft.models.base.source import (
     listed,
 )
 from llama_ft.models.built import Adapter
-from llama_ft.models.weights.conversion import SavedGroup, open_model_weights, saved_layout
+from llama_ft.models.weights.conversion import SavedTensors, open_model_weights, saved_layout
 from llama_ft.models.weights.load_weights import account_for
 from llama_ft.runtime import Ranks, log
 
@@ -95,7 +95,7 @@ class SavedWeights:
         rows: Rows,
         save_dtype: torch.dtype | None,
         stored: Mapping[str, torch.dtype] = {},
-        groups: list[SavedGroup] | None = None,
+        groups: list[SavedTensors] | None = None,
         untouched: Mapping[str, StoredTensor] = {},
     ) -> None:
         self.tensors = tensors
@@ -111,11 +111,11 @@ class SavedWeights:
         else:
             self.groups = []
             for name, tensor in tensors.items():
-                self.groups.append(SavedGroup([name], {name: tuple(tensor.shape)}))
+                self.groups.append(SavedTensors([name], {name: tuple(tensor.shape)}))
         self.ignored = [name for name, header in untouched.items() if header.is_ignored]
         for name, header in untouched.items():
             self.dtypes[name] = header.dtype
-            self.groups.append(SavedGroup([name], {name: header.shape}))
+            self.groups.append(SavedTensors([name], {name: header.shape}))
         self.headers = list[dict[str, StoredTensor]]()
         for group in self.groups:
             # A group is converted as one, so it has one dtype.
@@ -180,12 +180,12 @@ class SavedWeights:
                 for rows in self._converted(self.groups[member]):
                     file.append(rows)
 
-    def _converted(self, group: SavedGroup) -> Iterator[torch.Tensor]:
+    def _converted(self, group: SavedTensors) -> Iterator[torch.Tensor]:
         """Yield the group's converted tensors in blocks, as they arrive. Some conversions need
         whole tensors."""
         first = group.parameters[0]
         dtype = self.dtypes[first]
-        if group.group is None:
+        if group.converted is None:
             yield from self.rows(first, dtype)
         elif group.by_row:
             for several in self.rows(first, dtype):

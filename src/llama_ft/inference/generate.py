@@ -41,7 +41,7 @@ Messages = list[dict[str, Any]]
 Show = Callable[[str], None]
 
 
-class Answer(NamedTuple):
+class GeneratedAnswer(NamedTuple):
     """A generated answer without special tokens, and whether it was truncated at the token
     limit."""
 
@@ -156,7 +156,7 @@ class Answerer:
         self,
         prompts: list[list[int]],
         show: Show | None = None,
-    ) -> list[Answer]:
+    ) -> list[GeneratedAnswer]:
         """Generate answers to prompts in one batch.
 
         Args:
@@ -203,7 +203,7 @@ class Answerer:
         for sequence in sequences[: len(prompts)]:
             generated = sequence[width:].tolist()
             is_truncated = self._ends.isdisjoint(generated)
-            answers.append(Answer(self._text(generated), is_truncated))
+            answers.append(GeneratedAnswer(self._text(generated), is_truncated))
         if show is not None:
             show(answers[0].text[shown:])
         return answers

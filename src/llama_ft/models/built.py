@@ -133,7 +133,7 @@ class StoredModel:
 
 
 @dataclass(frozen=True)
-class Unit:
+class FsdpUnit:
     """An FSDP unit: parameters that are all-gathered, used and freed together."""
 
     name: str  # name of its module; "" is the root, which holds all other parameters
@@ -148,7 +148,7 @@ class Unit:
 class Sharding:
     """How FSDP shards a model."""
 
-    units: list[Unit] = field(default_factory=list)
+    units: list[FsdpUnit] = field(default_factory=list)
     # modules whose unit stays unsharded between the micro-batches of a step
     kept_unsharded: list[nn.Module] = field(default_factory=list)
 

@@ -9,7 +9,7 @@ from tiny_llama import tiny_llama
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, ZambaConfig, ZambaForCausalLM
+from transformers import LlamaForCausalLM, ZambaConfig, ZambaForCausalLM
 
 from llama_ft.config import FSDPConfig, TrainConfig
 from llama_ft.models import BuiltModel, apply_fsdp, set_storage_dtypes, shard_degree
@@ -17,7 +17,7 @@ from llama_ft.models.adapters.lora_linear import use_fused_lora
 from llama_ft.models.base.shards import local_shard
 from llama_ft.models.quantization.choice import Quantization, quantize_linears
 from llama_ft.models.quantization.layers import FourBit
-from llama_ft.models.sharding.fsdp import Unit, _describe_units, _modules_to_wrap
+from llama_ft.models.sharding.fsdp import FsdpUnit, _describe_units, _modules_to_wrap
 from llama_ft.models.weights.load_weights import compute_buffers
 from llama_ft.runtime import PRECISIONS, Ranks
 from llama_ft.training import build_optimizer
@@ -27,17 +27,16 @@ def llama(tied: bool = False) -> LlamaForCausalLM:
     shape = {
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "vocab_size": 1000,
     }
-    config = LlamaConfig(**shape, num_hidden_layers=4, tie_word_embeddings=tied)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = tiny_llama(**shape, num_hidden_layers=4, tie_word_embeddings=tied)
     model.tie_weights()
     return model
 
 
-def units_of(model: torch.nn.Module, **fsdp: object) -> list[Unit]:
+def units_of(model: torch.nn.Module, **fsdp: object) -> list[FsdpUnit]:
     settings = FSDPConfig(enable_fsdp=True, **fsdp)
     return _describe_units(model, _modules_to_wrap(BuiltModel(model), settings, []), torch.bfloat16)
 

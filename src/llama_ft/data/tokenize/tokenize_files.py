@@ -98,7 +98,7 @@ class Piece(NamedTuple):
 
     sample: int  # index of its sample in the chunk
     encoded: Encoded
-    group: int  # number of pieces that stay together
+    together: int  # number of pieces that stay together
     position: int  # among them, counted from 0
     place: str  # of the sample, for messages
 
@@ -277,7 +277,7 @@ def _table(
         "input_ids": pyarrow.ListArray.from_arrays(offsets, numpy.fromiter(ids, numpy.int32)),
         "labels": pyarrow.ListArray.from_arrays(offsets, numpy.fromiter(labels, numpy.int32)),
         "target_tokens": [piece.target_tokens for piece in encoded],
-        "group": [piece.group for piece in pieces],
+        "group": [piece.together for piece in pieces],
         "source": [piece.place for piece in pieces],
         "desirable": [
             desirable.get(piece.sample) if piece.position == 0 else None for piece in pieces

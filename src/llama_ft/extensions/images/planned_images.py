@@ -43,7 +43,7 @@ class PlannedImages:
 
     def example(
         self, request: PlanRequest, model_config: PretrainedConfig, length: int
-    ) -> "PlannedExample":
+    ) -> "PlannedImageExample":
         """Return what examples of `length` tokens begin with.
 
         Raises:
@@ -55,7 +55,7 @@ class PlannedImages:
         if self.tokens is not None:
             side = _side_for(images, side, self.tokens)
         count = max(1, self.per_example, round(self.per_token * length))
-        example = PlannedExample(images, side, count)
+        example = PlannedImageExample(images, side, count)
         while _tokens(example) > length:
             if example.count > 1:
                 example.count -= 1
@@ -67,7 +67,7 @@ class PlannedImages:
 
 
 @dataclass
-class PlannedExample:
+class PlannedImageExample:
     """What an example of a micro-batch begins with: a message with square images."""
 
     images: "Images"
@@ -119,7 +119,7 @@ def _images_of(request: PlanRequest, model_config: PretrainedConfig) -> "Images"
     return cast("Images", media)
 
 
-def _tokens(example: PlannedExample) -> int:
+def _tokens(example: PlannedImageExample) -> int:
     [row], _ = example.images.assumed(example.side, example.count, 1)
     return len(row)
 
@@ -128,8 +128,8 @@ def _side_for(images: "Images", side: int, tokens: int) -> int:
     """Return the side of a square image with about this number of tokens, beginning with `side`. Some
     processors make the same number for all images."""
     for _ in range(4):
-        one = _tokens(PlannedExample(images, side, 1))
-        two = _tokens(PlannedExample(images, side, 2))
+        one = _tokens(PlannedImageExample(images, side, 1))
+        two = _tokens(PlannedImageExample(images, side, 2))
         added = two - one
         if abs(added - tokens) <= CLOSE * tokens:
             break

@@ -34,7 +34,7 @@ SAMPLES_SHOWN = 5  # per validation set, in the report
 LONGEST_SHOWN = 4000  # characters
 
 
-class Question(NamedTuple):
+class ScoredPrompt(NamedTuple):
     """A validation sample to answer. `prompt_ids` are a `MediaPrompt` if it has media."""
 
     prompt_ids: list[int]
@@ -105,7 +105,7 @@ class AnswerScores(Scores):
         self._tokens = settings.score_tokens
         self._batch_size = settings.score_batch_size
         self._tokenizer = tokenizer
-        self._questions = dict[str, list[Question]]()
+        self._questions = dict[str, list[ScoredPrompt]]()
         self._function = SCORES.get(self._name) or load_function(self._name)
         for name, samples in sets.items():
             questions = find_questions(samples, tokenizer, settings.score_samples)
@@ -153,7 +153,11 @@ class AnswerScores(Scores):
             model.generation_config = before
 
     def _score_set(
-        self, model: PreTrainedModel, questions: list[Question], layout: BatchLayout, ranks: Ranks
+        self,
+        model: PreTrainedModel,
+        questions: list[ScoredPrompt],
+        layout: BatchLayout,
+        ranks: Ranks,
     ) -> SetScore:
         lengths = numpy.array([len(question.prompt_ids) for question in questions])
         order = numpy.argsort(-lengths, kind="stable").tolist()
@@ -172,7 +176,9 @@ class AnswerScores(Scores):
                 answers |= dict(zip(batch, texts, strict=True))
         return self._gather(questions, answers, ranks)
 
-    def _gather(self, questions: list[Question], answers: dict[int, str], ranks: Ranks) -> SetScore:
+    def _gather(
+        self, questions: list[ScoredPrompt], answers: dict[int, str], ranks: Ranks
+    ) -> SetScore:
         """Score this rank's answers, and return the result of all ranks. An error of one rank is
         raised on all of them."""
         scored: dict[int, tuple[str, float]] | UserError = {}
@@ -201,7 +207,7 @@ class AnswerScores(Scores):
         total = math.fsum(score for _, score in together.values())
         return SetScore(total, len(questions), samples)
 
-    def _score(self, question: Question, answer: str) -> float:
+    def _score(self, question: ScoredPrompt, answer: str) -> float:
         head = f"--score {self._name}: {question.location}"
         try:
             value = self._function(question.prompt, answer, question.reference)
@@ -218,7 +224,7 @@ class AnswerScores(Scores):
 
 def find_questions(
     samples: Dataset, tokenizer: PreTrainedTokenizerBase, most: int
-) -> list[Question]:
+) -> list[ScoredPrompt]:
     """Return the samples that have a prompt before their last response, in order.
 
     Args:
@@ -226,7 +232,7 @@ def find_questions(
         tokenizer: of the run.
         most: only so many of the first ones; 0 = all.
     """
-    questions = list[Question]()
+    questions = list[ScoredPrompt]()
     columns = {"input_ids", "labels", "source", "text", "media"}
     for sample in samples.select_columns(sorted(columns.intersection(samples.column_names))):
         if most and len(questions) == most:
@@ -244,5 +250,7 @@ def find_questions(
         prompt_ids = ids[:start]
         if sample.get("text") is not None:
             prompt_ids = MediaPrompt(prompt_ids, sample["text"], sample["media"])
-        questions.append(Question(prompt_ids, prompt.strip(), reference.strip(), sample["source"]))
+        questions.append(
+            ScoredPrompt(prompt_ids, prompt.strip(), reference.strip(), sample["source"])
+        )
     return questions

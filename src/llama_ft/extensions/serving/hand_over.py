@@ -25,7 +25,7 @@ from llama_ft.extensions.serving.adapter_files import (
 from llama_ft.extensions.serving.gguf_files import write as gguf_write
 from llama_ft.extensions.serving.gguf_files.modelfile import MODELFILE, write_modelfile
 from llama_ft.extensions.serving.judgment import Verdict
-from llama_ft.extensions.serving.rules import Target, read_target, table, vllm_versions
+from llama_ft.extensions.serving.rules import RequestedServer, read_target, table, vllm_versions
 from llama_ft.extensions.serving.sglang import check_sglang
 from llama_ft.extensions.serving.vllm import check_vllm
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG
@@ -48,7 +48,7 @@ class HandOver:
         base: its directory.
     """
 
-    target: Target
+    target: RequestedServer
     source: str
     out: Path
     base_name: str
@@ -134,7 +134,7 @@ class HandOver:
         return f'AutoModelForCausalLM.from_pretrained("{self.out}") loads it.'
 
 
-def judge(target: Target, adapter: SavedAdapter, base: BaseFiles) -> list[Verdict]:
+def judge(target: RequestedServer, adapter: SavedAdapter, base: BaseFiles) -> list[Verdict]:
     """Return the verdicts of the versions of a server, the newest one first; [] for Transformers,
     which loads every adapter with PEFT."""
     if target.server == "vllm":
@@ -227,7 +227,7 @@ def adapter_line(folder: Path, base_name: str, base: Path) -> str:
         base: its directory.
     """
     files = read_base(base, base_name)
-    verdicts = judge(Target("vllm", None), read_adapter(folder), files)
+    verdicts = judge(RequestedServer("vllm", None), read_adapter(folder), files)
     newest = verdicts[0]
     export = f"llama-ft export {shlex.quote(str(folder.parent))} OUT --for vllm"
     if newest.problems:

@@ -25,7 +25,7 @@ RENAMES = ("regex", "substr", "prefix", "suffix")
 
 
 @dataclass(frozen=True)
-class Target:
+class RequestedServer:
     """What `--for` names."""
 
     server: Server
@@ -58,7 +58,7 @@ def table() -> dict[str, Any]:
     return read
 
 
-def read_target(text: str) -> Target:
+def read_target(text: str) -> RequestedServer:
     """Return the server and version of `--for`, such as vllm or vllm:0.32.
 
     Raises:
@@ -71,14 +71,14 @@ def read_target(text: str) -> Target:
     version = version_name.removeprefix("v") or None
     versions = known_versions(server)
     if version is None:
-        return Target(server, None)
+        return RequestedServer(server, None)
     short = ".".join(version.split(".")[:2]) if server == "vllm" else version
     if short in versions:
-        return Target(server, short)
+        return RequestedServer(server, short)
     if not versions:
-        return Target(server, None, f"--for {text}: its versions are not told apart.")
+        return RequestedServer(server, None, f"--for {text}: its versions are not told apart.")
     newest = versions[-1]
-    return Target(
+    return RequestedServer(
         server,
         newest,
         f"--for {text}: the rules of {TITLES[server]} {version} are not known. "

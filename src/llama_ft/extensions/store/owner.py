@@ -22,7 +22,7 @@ from llama_ft.extensions.store.object_store import (
 from llama_ft.runtime import log
 
 
-class Claim(NamedTuple):
+class Takeover(NamedTuple):
     """A start that has taken over a prefix.
 
     Attributes:
@@ -36,7 +36,7 @@ class Claim(NamedTuple):
     replaced: str
 
 
-def take_over(store: ObjectStore) -> Claim:
+def take_over(store: ObjectStore) -> Takeover:
     """Write a new token, and read it again: an earlier run stops before its next commit.
 
     Raises:
@@ -72,15 +72,15 @@ def take_over(store: ObjectStore) -> Claim:
             raise
         # every upload checks the owner, so nothing is replaced by mistake
         log.warning(f"{store.url}: cannot read the new {OWNER_FILE} ({store_reason(error)})")
-    return Claim(text, token, replaced)
+    return Takeover(text, token, replaced)
 
 
-def check_owner(store: ObjectStore, claim: Claim, given_up: threading.Event | None) -> None:
+def check_owner(store: ObjectStore, takeover: Takeover, given_up: threading.Event | None) -> None:
     """Check that no other run has taken over the prefix.
 
     Args:
         store: the prefix.
-        claim: of this run.
+        takeover: of this run.
         given_up: ends the attempts; None: there is only one.
 
     Raises:
@@ -90,7 +90,7 @@ def check_owner(store: ObjectStore, claim: Claim, given_up: threading.Event | No
 
     def read() -> dict[str, Any]:
         owner = _read_owner(store)
-        if owner["token"] == claim.replaced:
+        if owner["token"] == takeover.replaced:
             raise RuntimeError(f"{OWNER_FILE} is read as it was before this run")
         return owner
 
@@ -99,16 +99,16 @@ def check_owner(store: ObjectStore, claim: Claim, given_up: threading.Event | No
 
     try:
         owner = read_again()
-        if owner["token"] != claim.token:  # one wrong answer ends no run
+        if owner["token"] != takeover.token:  # one wrong answer ends no run
             owner = read_again()
     except FileNotFoundError:
         if given_up is None or given_up.is_set():
             raise
         # another run would have written its own
         log.warning(f"{store.url}/{OWNER_FILE} is gone; it is written again.")
-        store.put_text(claim.text, OWNER_FILE)
+        store.put_text(takeover.text, OWNER_FILE)
         return
-    if owner["token"] != claim.token:
+    if owner["token"] != takeover.token:
         by = (
             f"process {owner.get('process')} on {owner.get('host')}, started {owner.get('started')}"
         )

@@ -41,7 +41,7 @@ from llama_ft.extensions.store.object_store import (
     unreachable,
     with_retries,
 )
-from llama_ft.extensions.store.owner import Claim, check_owner, take_over
+from llama_ft.extensions.store.owner import Takeover, check_owner, take_over
 from llama_ft.models.base.torch_2_11 import IS_TORCH_2_11
 from llama_ft.runtime import Ranks, log
 
@@ -106,7 +106,7 @@ class Uploads:
         self._given_up = threading.Event()
         # a client serves one call at a time, and the main thread uses the other one
         self._board = self._connect() if ranks.world_size > 1 else None
-        self._claim = ranks.broadcast_from_rank0(self._take_over)
+        self._takeover = ranks.broadcast_from_rank0(self._take_over)
         newer = ranks.broadcast_from_rank0(
             lambda: [step for step in self._listed if step > resumed_step]
         )
@@ -116,17 +116,17 @@ class Uploads:
 
     # The owner of the prefix
 
-    def _take_over(self) -> Claim:
+    def _take_over(self) -> Takeover:
         """Take over the prefix, and then list it: nobody else writes any more."""
         try:
-            claim = take_over(self.store)
+            takeover = take_over(self.store)
             self.store.abort_parts()
             commits = find_commits(self.store, is_own=True)
         except Exception as error:  # each package has its own errors
             raise unreachable(self.store, error) from error
         self._valid = commits.valid
         self._listed = sorted((*commits.valid, *commits.unusable))
-        return claim
+        return takeover
 
     def resume_at(self, step: int) -> None:
         """Set the step of the checkpoint that the run resumes from, before the first upload. Newer
@@ -153,7 +153,7 @@ class Uploads:
         """Raise RunFailure if another run has taken over the prefix, and another error if that cannot
         be read."""
         try:
-            check_owner(self.store, self._claim, self._given_up if is_retried else None)
+            check_owner(self.store, self._takeover, self._given_up if is_retried else None)
         except RunFailure as error:
             self.error = error
             raise

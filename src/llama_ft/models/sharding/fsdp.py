@@ -27,7 +27,7 @@ from llama_ft.errors import UserError
 from llama_ft.models.adapters.lora_linear import cast_where_used
 from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.torch_2_11 import allow_integers
-from llama_ft.models.built import BuiltModel, Sharding, Unit
+from llama_ft.models.built import BuiltModel, FsdpUnit, Sharding
 from llama_ft.models.quantization.layers import weight_counts
 from llama_ft.models.sharding.dtypes import fp32_modules
 from llama_ft.runtime.devices import Precision
@@ -273,7 +273,7 @@ def _describe_units(
     compute: torch.dtype,
     ready: Set[nn.Parameter] = frozenset(),
     fp32_units: Sequence[nn.Module] = (),
-) -> list[Unit]:
+) -> list[FsdpUnit]:
     names = {module: name for name, module in model.named_modules()}
     quantized = weight_counts(model)
     held: set[int] = set()
@@ -289,11 +289,11 @@ def _describe_units(
             dtype = compute if is_cast else parameter.dtype
             if parameter not in ready:
                 gathered += parameter.numel() * dtype.itemsize
-        units.append(Unit(names[module], type(module).__name__, count, gathered))
+        units.append(FsdpUnit(names[module], type(module).__name__, count, gathered))
     return units
 
 
-def unit_table(units: list[Unit]) -> str:
+def unit_table(units: list[FsdpUnit]) -> str:
     """Return the FSDP units as lines for the log. Equal ones are counted together; the largest is
     named."""
     groups = Counter(

@@ -102,7 +102,7 @@ class ConvertedSource(WeightSource):
         self._left_out: list[str] = []  # stored names of tensors that the model's text part lacks
         self._ignored: list[str] = []  # stored names of tensors that Transformers skips
         self._dropped: list[str] = []  # stored names of biases that have no meaning
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _ConvertedTensors] = {}
         # the last group that was converted as a whole
         self._whole: tuple[str, dict[str, torch.Tensor]] | None = None
         self.tensors = {}
@@ -112,7 +112,7 @@ class ConvertedSource(WeightSource):
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
         for target, converter, collected in self._collect(built, names.known_keys()):
-            group = _Group(target, converter, collected, self._context)
+            group = _ConvertedTensors(target, converter, collected, self._context)
             file = source.tensors[next(iter(collected.values()))[0]].file
             try:
                 group.results.update(group.convert(header))
@@ -251,19 +251,19 @@ class _UnusedLayers:
 
 
 @dataclass(frozen=True)
-class SavedGroup:
+class SavedTensors:
     """Parameters that are saved together, in the checkpoint's layout."""
 
     parameters: list[str]  # their names
     tensors: dict[str, tuple[int, ...]]  # name -> shape of the saved tensors, in this order
-    group: "_Group | None" = None  # converts them; None: only names change
+    converted: "_ConvertedTensors | None" = None  # None: only names change
     by_row: bool = False  # each row of the only parameter becomes separate tensors
 
     def convert(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the saved tensors of these parameters (by_row: of one row), in the order of
         `tensors`."""
-        assert self.group is not None
-        return list(self.group.convert(values.__getitem__).values())
+        assert self.converted is not None
+        return list(self.converted.convert(values.__getitem__).values())
 
 
 def saved_layout(
@@ -271,7 +271,7 @@ def saved_layout(
     names: ModelNames,
     conversions: list[WeightTransform],
     tensors: dict[str, torch.Tensor],
-) -> list[SavedGroup]:
+) -> list[SavedTensors]:
     """Return the layout in which Transformers' revert_weight_conversion would save `tensors`, the
     parameters and persistent buffers of a loaded model: all `conversions` of its checkpoint are
     undone. Only shapes are used."""
@@ -280,21 +280,21 @@ def saved_layout(
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     converter_of = _by_pattern(converters)
     context = _context(model, names)
-    groups = dict[str, _Group | str]()
+    groups = dict[str, _ConvertedTensors | str]()
     for name in tensors if not converters else sorted(tensors, key=dot_natural_key):
         target, pattern = apply_converters(name, converters)
         if pattern is None:
             groups[apply_renamings(name, renamings)] = name
         else:
-            new_group = _Group(target, converter_of[pattern], {}, context)
+            new_group = _ConvertedTensors(target, converter_of[pattern], {}, context)
             group = groups.setdefault(target, new_group)
-            assert isinstance(group, _Group)
+            assert isinstance(group, _ConvertedTensors)
             group.collected.setdefault(pattern, []).append(name)
     layout = []
     for target, group in groups.items():
         if isinstance(group, str):
             shape = tuple(tensors[group].shape)
-            layout.append(SavedGroup([group], {target: shape}))
+            layout.append(SavedTensors([group], {target: shape}))
         else:
             layout.append(_reverted(group, tensors, renamings))
     return layout
@@ -309,8 +309,8 @@ def _by_pattern(converters: list[WeightConverter]) -> dict[str, WeightConverter]
 
 
 def _reverted(
-    group: "_Group", tensors: dict[str, torch.Tensor], renamings: list[WeightRenaming]
-) -> SavedGroup:
+    group: "_ConvertedTensors", tensors: dict[str, torch.Tensor], renamings: list[WeightRenaming]
+) -> SavedTensors:
     def empty(name: str) -> torch.Tensor:
         return torch.empty(tensors[name].shape, device="meta")
 
@@ -321,7 +321,7 @@ def _reverted(
     operations = group.converter.operations
     splits_rows = isinstance(operations[-1], SplitModulelist) and operations[-1].dim == 0
     if not splits_rows or not _keeps_rows(operations[:-1]) or len(parameters) != 1:
-        return SavedGroup(parameters, shapes, group)
+        return SavedTensors(parameters, shapes, group)
     # Transformers writes all experts' w1, then all experts' w3. Here rows arrive expert by expert.
     names = list(shapes)
     experts = tensors[parameters[0]].shape[0]
@@ -329,11 +329,11 @@ def _reverted(
     for expert in range(experts):
         for name in names[expert::experts]:
             by_expert[name] = shapes[name]
-    return SavedGroup(parameters, by_expert, group, by_row=True)
+    return SavedTensors(parameters, by_expert, group, by_row=True)
 
 
 @dataclass(frozen=True)
-class _Group:
+class _ConvertedTensors:
     """Tensors that one converter of Transformers takes together."""
 
     target: str  # name of the first tensor that it makes

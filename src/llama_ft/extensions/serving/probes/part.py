@@ -24,7 +24,7 @@ from llama_ft.extensions.serving.probes.probes import (
     ChatProbe,
     Probe,
     Probes,
-    Scores,
+    ProbeScores,
 )
 from llama_ft.models import BuiltModel, without_graphs
 from llama_ft.models.adapters.lora import adapter_off, adapter_scaled
@@ -138,14 +138,14 @@ def make_probes(
         probe = Probe(
             token_ids=ids,
             text=_text_of(tokenizer, ids),
-            scores=Scores(
+            scores=ProbeScores(
                 _rounded(of_tuned.scores),
                 None if of_base is None else _rounded(of_base.scores),
                 None if of_weaker is None else _rounded(of_weaker.scores),
             ),
             next_ids=next_ids,
             next_texts=[str(tokenizer.decode([token])) for token in next_ids],
-            next_scores=Scores(_rounded(of_tuned.following[next_ids]), *next_scores),
+            next_scores=ProbeScores(_rounded(of_tuned.following[next_ids]), *next_scores),
         )
         probes.append(probe)
     return probes

@@ -25,7 +25,7 @@ DIGITS = 5  # of a log-probability: its error in bf16 is 1e-3 at best
 
 
 @dataclass(frozen=True)
-class Scores:
+class ProbeScores:
     """Log-probabilities of a fine-tuned model. Of its base model, and of the base model with a weaker
     adapter, if the run could compute them: see WEAKER."""
 
@@ -54,10 +54,10 @@ class Probe:
 
     token_ids: Sequence[int]
     text: str | None
-    scores: Scores
+    scores: ProbeScores
     next_ids: Sequence[int]
     next_texts: Sequence[str]
-    next_scores: Scores
+    next_scores: ProbeScores
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Probes:
             raise ValueError("a newer version of llama_ft has written it")
         probes = []
         for values in content.pop("probes"):
-            scores = Scores(**values.pop("scores"))
-            next_scores = Scores(**values.pop("next_scores"))
+            scores = ProbeScores(**values.pop("scores"))
+            next_scores = ProbeScores(**values.pop("next_scores"))
             probes.append(Probe(scores=scores, next_scores=next_scores, **values))
         chat = content.pop("chat")
         return cls(probes=probes, chat=ChatProbe(**chat) if chat else None, **content)
