@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -70,8 +71,10 @@ def main(config: Config, options: PlanFlags) -> int:
         request = dataclasses.replace(request, config=chosen)
     # mostly errors of the model's own code
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
         raise RunFailure(
-            f"This model could not be planned: {type(error).__name__}: {error}"
+            f"This model could not be planned: {type(error).__name__}: {error} "
+            f"({place.filename}:{place.lineno})"
         ) from error
     values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
     text, exit_code = describe(planned), 0

@@ -27,7 +27,7 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 5200,
+    "": 5300,  # one sentence for a broken extension
     "checkpoint": 11_200,
     "config": 20_350,
     "cpu": 4700,

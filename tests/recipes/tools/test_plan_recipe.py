@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 from forked import REPOSITORY, forked
@@ -49,6 +50,21 @@ def test_a_plan_that_no_change_makes_fit_has_an_exit_code_of_its_own(tmp_path: P
     finished = forked(PLAN, *plan_flags(tmp_path), "1MB", *lean, "--enable_fsdp", "False")
     assert finished.exit_code == 4, finished.output
     assert "warning: each of the 64 ranks will hold the whole model" in finished.output
+
+
+@pytest.mark.slow
+def test_an_error_in_an_edited_step_is_named_with_its_line(tmp_path: Path) -> None:
+    recipes = tmp_path / "recipes"
+    copytree(REPOSITORY / "recipes", recipes, ignore=ignore_patterns("__pycache__"))
+    text = (recipes / "finetuning.py").read_text()
+    failing, rest = text.split("    losses = []\n")
+    edited = f"{failing}    raise ValueError('mine')\n{rest}"
+    (recipes / "finetuning.py").write_text(edited)
+    finished = forked(recipes / "plan.py", *plan_flags(tmp_path / "model"), "h100")
+    assert finished.exit_code == 1, finished.output
+    line = len(failing.splitlines()) + 1
+    place = f"({recipes}/finetuning.py:{line})"
+    assert f"could not be planned: ValueError: mine {place}" in finished.output
 
 
 def test_a_run_plans_its_memory_and_saves_the_plan(
