@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, write_rows
 from edited_copy import EditedCopy
 from pages import Page
 
@@ -88,8 +88,15 @@ def test_the_pair_loss_of_the_page_has_the_loss_of_its_formula(copy: EditedCopy)
 
 
 @pytest.mark.slow
-def test_the_objective_of_the_page_loads_with_its_pass_over_another_model(
-    copy: EditedCopy,
+def test_the_objective_of_the_page_trains_after_its_pass_over_another_model(
+    copy: EditedCopy, tiny_model: Path, tmp_path: Path
 ) -> None:
     add_objective(copy)
     copy.run("-c", LOAD + WITH_PASS, "scored", "beta")
+    write_rows(tmp_path / "rows.jsonl", 8)
+    flags = f"--model_name {tiny_model} --dataset {tmp_path}/rows.jsonl --context_length 64"
+    flags += f" --objective scored --teacher_model {tiny_model} --device cpu --max_train_step 1"
+    recipe = copy.folder / "recipes" / "finetuning.py"
+    output = copy.run(recipe, *flags.split(), "--no_plan", "--output_dir", tmp_path / "run")
+    assert f"Scores: {tiny_model}" in output
+    assert "step 1/1" in output
