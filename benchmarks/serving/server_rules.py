@@ -18,6 +18,9 @@ from typing import Any
 TABLE = Path(__file__).resolve().parents[2] / "src/llama_ft/extensions/serving/rules.json"
 RENAMES = ("regex", "substr", "prefix", "suffix")  # in the order in which vLLM applies them
 MAPPER = "orig_to_new_"
+BACKEND = "transformers"  # vLLM computes some models with Transformers' own classes
+BACKEND_CLASS = "TransformersForCausalLM"
+SERVED_KINDS = ("ForCausalLM", "ForConditionalGeneration")
 FIELDS = (
     "hf_to_vllm_mapper",
     "packed_modules_mapping",
@@ -151,15 +154,16 @@ def linear_names(tree: ast.Module) -> set[str]:
     return found
 
 
-def registered(tree: ast.Module) -> dict[str, str]:
-    """Architecture in config.json -> name of its class."""
-    found = dict[str, str]()
+def registered(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    """Architecture in config.json -> module and name of its class."""
+    found = dict[str, tuple[str, str]]()
     for node in tree.body:
         table = getattr(node, "value", None)
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(table, ast.Dict):
             for key, value in zip(table.keys, table.values, strict=True):
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
-                    found[str(key.value)] = str(ast.literal_eval(value)[1])
+                    module, name = ast.literal_eval(value)[:2]
+                    found[str(key.value)] = (str(module), str(name))
     return found
 
 
@@ -173,7 +177,7 @@ def rules_of(files: ModelFiles, name: str) -> dict[str, Any]:
     text = re.search(r'language_model=\[?"([^"]+)"', source)
     embeddings = set(files.value(name, "embedding_modules") or {})
     if text:
-        for other, made in files.architectures.items():
+        for other, (_, made) in files.architectures.items():
             if f'"{other}"' in source:
                 embeddings |= set(files.value(made, "embedding_modules") or {})
     names = files.linears_of(name) | embeddings
@@ -201,14 +205,27 @@ def rules_of(files: ModelFiles, name: str) -> dict[str, Any]:
 
 @cache
 def vllm_rules(source: Path) -> dict[str, Any]:
-    """Architecture -> its rules; null if vLLM has no LoRA for it."""
+    """Architecture -> its rules; null if vLLM has no LoRA for it. Those of classes outside of
+    vllm/model_executor/models are not read."""
     files = ModelFiles(source)
     table = dict[str, Any]()
-    for architecture, name in files.architectures.items():
-        if name in files.classes:
+    for architecture, (module, name) in files.architectures.items():
+        is_elsewhere = module == BACKEND or module.startswith("vllm.")
+        if is_elsewhere and not is_served_kind(architecture):
+            continue
+        if module == BACKEND and name == BACKEND_CLASS:
+            table[architecture] = {"modules": "linear"}
+        elif is_elsewhere:
+            table[architecture] = {"unread": True}
+        elif name in files.classes:
             has_lora = bool(files.value(name, "supports_lora"))
             table[architecture] = rules_of(files, name) if has_lora else None
     return table
+
+
+def is_served_kind(architecture: str) -> bool:
+    """Return whether it is a class of published models that answer."""
+    return architecture.endswith(SERVED_KINDS) and not architecture.startswith("Transformers")
 
 
 def sglang_rules(source: Path) -> dict[str, Any]:

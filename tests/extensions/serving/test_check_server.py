@@ -25,14 +25,16 @@ Saved = tuple[Path, Path]  # directories of the base model and of the run
 
 @pytest.fixture(scope="module")
 def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A run with an adapter, and one of a whole model next to it."""
+    """A run with an adapter. Next to it are one of a whole model and one on a 4-bit base model."""
     folder = tmp_path_factory.mktemp("served")
     rows = write_rows(folder / "rows.jsonl", 24)
     settings = "--context_length 64 --max_train_step 5 --lr 2e-2 --precision fp32"
     common = f"--model_name {tiny_model} --dataset {rows} {settings}"
     lora = f"{common} --use_peft --peft.r 8 --output_dir {folder / 'lora'}"
     full = f"{common} --output_dir {folder / 'full'}"
-    run_cases(folder, [lora.split(), full.split()])
+    in_4_bits = "--use_peft --peft.r 8 --quantization 4bit --quantization.block_size 16"
+    qlora = f"{common} {in_4_bits} --output_dir {folder / 'qlora'}"
+    run_cases(folder, [lora.split(), full.split(), qlora.split()])
     return tiny_model, folder / "lora"
 
 
@@ -125,6 +127,12 @@ def lose_a_layer(tuned: Any) -> None:
         layer.lora_B["default"].weight.zero_()
 
 
+def lose_all(tuned: Any) -> None:
+    """As if a server knew none of the names."""
+    for layer in of_layers(tuned):
+        layer.lora_B["default"].weight.zero_()
+
+
 def replace_base(tuned: Any) -> None:
     for layer in of_layers(tuned):
         weight = layer.base_layer.weight
@@ -150,6 +158,37 @@ def test_an_eighth_less_of_alpha_is_told_on_each_server(
     code, text = checked(served(saved, lower_alpha, dialect=dialect), saved[1], capsys)
     assert code == 3
     assert "from base to fine-tuned model the server is at" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "expected"),
+    [
+        (None, 0, "the adapter is applied"),
+        (halve_alpha, 3, "neither the fine-tuned nor the base model"),
+        (cut_rank, 3, "neither the fine-tuned nor the base model"),
+        (lose_a_layer, 3, "neither the fine-tuned nor the base model"),
+        (lose_all, 3, "the server answers as the base model: the adapter is NOT applied"),
+    ],
+)
+def test_after_qlora_a_server_of_the_unquantized_base_model_is_told_apart_from_broken_ones(
+    saved: Saved,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Any], None] | None,
+    code: int,
+    expected: str,
+) -> None:
+    base, run = saved
+    qlora = (base, run.parent / "qlora")
+    found, text = checked(served(qlora, change), qlora[1], capsys)
+    assert (found, expected in text) == (code, True), text
+
+
+def test_another_base_model_is_not_taken_for_another_alpha(
+    saved: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = checked(served(saved, replace_base), saved[1], capsys)
+    assert "look for another base model, quantization or dtype" in text
+    assert "an alpha" not in text
 
 
 def test_another_chat_template_is_found(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:

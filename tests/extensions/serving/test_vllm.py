@@ -113,7 +113,7 @@ def test_layers_that_vllm_does_not_have_are_named_and_refused() -> None:
     adapter = adapter_of(*layers("model.", *ATTENTION), *layers("model.", "mlp.unknown"))
     [problem] = judge(adapter, PLAIN).problems
     assert "model.layers.0.mlp.unknown" in problem.what
-    assert problem.instead == "--peft.target_modules without unknown"
+    assert problem.instead == "--peft.target_modules q_proj,v_proj"
 
 
 def test_a_head_of_a_model_without_lora_for_heads_is_refused() -> None:
@@ -176,6 +176,28 @@ def test_a_model_that_vllm_lacks_is_not_merged_for_it() -> None:
     verdict = judge(adapter_of(*layers("model.", *ATTENTION)), base)
     assert "NobodysForCausalLM" in verdict.problems[0].what
     assert "--merge" not in verdict.refusal("RUN", "OUT", "bfloat16", "vllm")
+
+
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
+
+
+def test_models_that_vllm_computes_with_classes_of_transformers_take_adapters_of_linear_layers() -> (
+    None
+):
+    base = base_of(*layers("model.", *ATTENTION), "model.embed_tokens", **SMOLLM3)
+    verdict = judge(adapter_of(*layers("model.", *ATTENTION)), base)
+    assert (verdict.problems, verdict.flags) == ([], ["--max-lora-rank", "8"])
+    [problem] = judge(adapter_of("lm_head", *layers("model.", *ATTENTION)), base).problems
+    assert "lm_head" in problem.what
+    assert problem.instead == "--peft.target_modules q_proj,v_proj"
+
+
+def test_a_class_whose_source_was_not_read_is_refused_as_an_adapter_and_can_be_merged() -> None:
+    base = base_of(*layers("model.", *ATTENTION), architectures=["DeepseekV4ForCausalLM"])
+    verdict = judge(adapter_of(*layers("model.", *ATTENTION)), base)
+    [problem] = verdict.problems
+    assert "this class was not read" in problem.what
+    assert "--merge" in verdict.refusal("RUN", "OUT", "bfloat16", "vllm")
 
 
 def test_the_version_is_one_of_the_table_or_the_newest_with_a_note() -> None:

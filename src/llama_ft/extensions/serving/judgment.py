@@ -1,10 +1,12 @@
 """What a server does with an adapter: what it would ignore or reject, and how it is started."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from llama_ft.extensions.serving.adapter_files import BaseFiles, SavedAdapter
 from llama_ft.models.base.source import listed
+
+EXPERTS = ".experts"
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,13 @@ def check_method(verdict: Verdict, adapter: SavedAdapter) -> None:
         names = listed(list(settings["modules_to_save"]))
         verdict.refuse(
             f"whole layers trained with the adapter (modules_to_save {names}).",
-            "--peft.target_modules instead of --peft.modules_to_save",
+            "--peft.modules_to_save []",
         )
     rows = [name for name in adapter.other_tensors if "trainable_tokens" in name]
     if settings.get("trainable_token_indices") or rows:
         verdict.refuse(
-            "trained embeddings of single tokens (--resize_embeddings).", "tokens of the base model"
+            "trained embeddings of single tokens (--resize_embeddings).",
+            "--resize_embeddings false, with tokens of the base model",
         )
     others = [
         name
@@ -118,6 +121,19 @@ def check_method(verdict: Verdict, adapter: SavedAdapter) -> None:
     ]
     if others:
         verdict.refuse(f"tensors other than LoRA's: {listed(others, 2)}.")
+
+
+def flag_without(adapter: SavedAdapter, refused: Iterable[str]) -> str:
+    """Return the flag that trains an adapter of the other layers; "" if none are left.
+
+    Args:
+        adapter: what was trained.
+        refused: names of layers, or their last parts. Stacked experts are always left out.
+    """
+    left_out = {module.rpartition(".")[2] for module in refused}
+    trained = {module.rpartition(".")[2] for module in adapter.modules if EXPERTS not in module}
+    kept = sorted(trained - left_out)
+    return f"--peft.target_modules {','.join(kept)}" if kept else ""
 
 
 def shares_embedding(base: BaseFiles) -> bool:

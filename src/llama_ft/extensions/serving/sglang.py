@@ -8,7 +8,7 @@ Sources: sglang/srt/lora/lora.py, lora_config.py and utils.py of the version in 
 import math
 
 from llama_ft.extensions.serving.adapter_files import BaseFiles, SavedAdapter
-from llama_ft.extensions.serving.judgment import Verdict, check_method
+from llama_ft.extensions.serving.judgment import EXPERTS, Verdict, check_method, flag_without
 from llama_ft.extensions.serving.rules import known_versions, table
 from llama_ft.models.base.source import listed
 
@@ -30,31 +30,31 @@ def check_sglang(version: str | None, adapter: SavedAdapter, base: BaseFiles) ->
         return verdict
     check_method(verdict, adapter)
     ends = {module.rpartition(".")[2] for module in adapter.modules}
-    stacked = [module for module in adapter.modules if ".experts" in module]
+    stacked = [module for module in adapter.modules if EXPERTS in module]
+    ends -= {module.rpartition(".")[2] for module in stacked}
+    unknown = sorted(ends - set(rules["modules"]))
     if stacked:
         verdict.refuse(
             f"it expects another form of adapters of experts than {listed(stacked, 1)}.",
-            "--peft.target_modules without experts",
+            flag_without(adapter, unknown),
         )
-        ends -= {module.rpartition(".")[2] for module in stacked}
-    unknown = sorted(ends - set(rules["modules"]))
     if unknown:
         verdict.refuse(
             f"it has no LoRA for {listed(unknown)}.",
-            f"--peft.target_modules without {listed(unknown)}",
+            flag_without(adapter, unknown),
         )
     for layers, needed in TOGETHER.items():
-        missing = sorted(set(needed) - ends)
-        if missing and ends & set(layers):
+        is_missing = not set(needed) <= ends
+        if is_missing and ends & set(layers):
             verdict.refuse(
                 f"it joins {', '.join(layers)}, and needs adapters of {', '.join(needed)}.",
-                f"--peft.target_modules with {', '.join(missing)}",
+                f"--peft.target_modules {','.join(sorted(ends | set(needed)))}",
             )
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if adapter.settings.get(name)]
     if patterns:
         verdict.refuse(
             f"it gives all layers the same rank and scaling, and would ignore {', '.join(patterns)}.",
-            "one rank for all layers",
+            "the same rank and alpha for all layers",
         )
     rank = int(adapter.settings.get("r") or 1)
     verdict.flags += ["--max-lora-rank", str(adapter.rank)]

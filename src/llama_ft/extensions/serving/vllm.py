@@ -10,14 +10,22 @@ rules.json.
 from typing import Any
 
 from llama_ft.extensions.serving.adapter_files import BaseFiles, SavedAdapter
-from llama_ft.extensions.serving.judgment import Verdict, check_method, shares_embedding
+from llama_ft.extensions.serving.judgment import (
+    EXPERTS,
+    Verdict,
+    check_method,
+    flag_without,
+    shares_embedding,
+)
 from llama_ft.extensions.serving.rules import VllmVersion, renamed
 from llama_ft.models.base.source import listed
 
-EXPERTS = ".experts"
 INNER = ".base_layer"  # of PEFT's two wrappers of stacked experts, the one of gate_up_proj
 LARGEST_VOCABULARY = 258_048  # lora/layers/logits_processor.py
 A_PART = ".lora_A.weight"
+# in place of names, of models that vLLM computes with Transformers' classes: each of their linear layers
+ALL_LINEAR = "linear"
+NOT_LINEAR = ("lm_head", "embed_out", "embed_in", "wte")  # embed_tokens is taken, too
 
 
 def check_vllm(version: VllmVersion, adapter: SavedAdapter, base: BaseFiles) -> Verdict:
@@ -40,25 +48,25 @@ def check_vllm(version: VllmVersion, adapter: SavedAdapter, base: BaseFiles) -> 
                 ignored.append(module)
                 continue
             verdict.renames[module] = new_name
-        if names.last_part(module) not in rules["modules"]:
+        if not _has_lora(rules, names.last_part(module)):
             rejected.append(module)
+    instead = flag_without(adapter, rejected + ignored)
     if rejected:
-        verdict.refuse(
-            f"it has no LoRA for layers such as {listed(rejected, 2)}.", _without(rejected)
-        )
+        verdict.refuse(f"it has no LoRA for layers such as {listed(rejected, 2)}.", instead)
     if ignored:
         verdict.refuse(
-            f"it has no layers of the names {listed(ignored, 2)}, and would ignore them.",
-            _without(ignored),
+            f"it has no layers of the names {listed(ignored, 2)}, and would ignore them.", instead
         )
     _check_experts(verdict, adapter, names, rules)
     _check_heads(verdict, adapter, base, rules)
     return verdict
 
 
-def _without(modules: list[str]) -> str:
-    ends = sorted({module.rpartition(".")[2] for module in modules})
-    return f"--peft.target_modules without {listed(ends)}"
+def _has_lora(rules: dict[str, Any], name: str) -> bool:
+    """Return whether vLLM takes adapters of layers whose names end so."""
+    if rules["modules"] == ALL_LINEAR:
+        return name not in NOT_LINEAR
+    return name in rules["modules"]
 
 
 def _rules(verdict: Verdict, version: VllmVersion, base: BaseFiles) -> dict[str, Any] | None:
@@ -70,6 +78,11 @@ def _rules(verdict: Verdict, version: VllmVersion, base: BaseFiles) -> dict[str,
     rules = version.architectures[architecture]
     if rules is None:
         verdict.refuse(f"it has no LoRA for {architecture}.")
+    elif "unread" in rules:
+        verdict.refuse(
+            f"whether it applies adapters of {architecture} is not known: this class was not read."
+        )
+        return None
     return rules
 
 
@@ -174,7 +187,7 @@ def _check_experts(
         if not {module, module + INNER} <= modules:
             verdict.refuse(
                 f"{module}: it needs adapters of both gate_up_proj and down_proj.",
-                "--peft.target_modules all-linear, or without experts",
+                "--peft.target_modules all-linear",
             )
             return
         if _is_swapped(adapter, module):
@@ -184,7 +197,7 @@ def _check_experts(
             if other is None:
                 verdict.refuse(
                     f"it has no layer of the name {module}, and would ignore it.",
-                    "--peft.target_modules without experts",
+                    flag_without(adapter, []),
                 )
                 return
             for part in (module, module + INNER):
@@ -215,7 +228,7 @@ def _check_heads(
     if "kv_b_proj" in ends and base.text.get("kv_lora_rank"):
         verdict.refuse(
             "it multiplies kv_b_proj into other weights, and would ignore its adapter while decoding.",
-            "--peft.target_modules without kv_b_proj",
+            flag_without(adapter, ["kv_b_proj"]),
         )
     if "lm_head" in ends:
         verdict.notes.append("vLLM computes prompt_logprobs without the adapter of lm_head.")

@@ -17,7 +17,7 @@ from llama_ft.extensions.serving.gguf_files.architecture import (
     text_key,
 )
 from llama_ft.extensions.serving.gguf_files.vocabulary import write_vocabulary
-from llama_ft.extensions.serving.judgment import Verdict, check_method
+from llama_ft.extensions.serving.judgment import Verdict, check_method, flag_without
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG
 from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, PEFT_PREFIX
 from llama_ft.models.base.source import INDEX_FILE, listed
@@ -83,11 +83,7 @@ def check_adapter(model: GgufModel, adapter: SavedAdapter) -> Verdict:
         elif module.endswith("lm_head") and model.config.tie_word_embeddings:
             unknown.append(module)
     if unknown:
-        ends = sorted({module.rpartition(".")[2] for module in unknown})
-        verdict.refuse(
-            f"it has no LoRA for {listed(unknown, 2)}.",
-            f"--peft.target_modules without {listed(ends)}",
-        )
+        verdict.refuse(f"it has no LoRA for {listed(unknown, 2)}.", flag_without(adapter, unknown))
     return verdict
 
 

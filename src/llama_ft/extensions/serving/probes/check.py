@@ -156,7 +156,7 @@ def _describe(verdict: Verdict, probes: Probes, run: str) -> str:
     what = "the adapter is applied" if probes.is_adapter else "the weights are as trained"
     if verdict.weights is Weights.FINE_TUNED:
         text = f"{what} ({difference})."
-        if verdict.tolerance > UNNOTICED:
+        if verdict.tolerance >= UNNOTICED:
             text += (
                 f"\nThe comparison is rough: with {verdict.tolerance:.0%} more or less of its effect, the adapter "
                 "would pass, too."
@@ -173,13 +173,15 @@ def _describe(verdict: Verdict, probes: Probes, run: str) -> str:
         else "not the fine-tuned model"
     )
     text = f"{other}: other weights, template or dtype ({difference})."
-    if verdict.share is not None:
+    if verdict.is_whole:
+        text += "\nThe adapter has its whole effect: look for another base model, quantization or dtype."
+    elif verdict.share is not None:
         text += (
             f"\nAlong the way from base to fine-tuned model the server is at {verdict.share:.0%}: for a part of it, "
             "look for another alpha or rank, names that the server skips, or layers without adapter."
         )
-    if verdict.strength is not None and verdict.is_almost:
-        text += f"\nThe numbers are those of an alpha that is {verdict.strength:.0%} of the trained one."
+        if verdict.alpha is not None:
+            text += f"\nThe numbers are about those of an alpha that is {verdict.alpha:.0%} of the trained one."
     if probes.quantization is not None:
         text += f"\nThe run has computed with a {probes.quantization} base model; the server may have another."
     return text

@@ -22,11 +22,17 @@ NOISE = {None: 0.05, "8bit": 0.1}
 NOISE_QUANTIZED = 0.2
 SMALLEST_EFFECT = 0.01  # mean; below it nothing can be told
 ROUNDED = 0.02  # of the effect: far from the base model, values and their rounding are larger
+# The same with another base model: in 4 bits it was 0.04 to 0.40 for small random models of 8 families.
+ROUNDED_QUANTIZED = 0.5
 # How far a server goes from the base model to the fine-tuned one, and with how much of the adapter, must
 # be 1 within this. Rounding has any direction, so that it changes both by their standard errors only;
 # an alpha of 14 for 16 is 0.88, and a smaller rank or a missing layer is below 1, too.
 TOLERANCE = 0.05
+TOLERANCE_QUANTIZED = 0.1  # another base model was measured to change both by up to 0.07
 MOST_DESPITE_NOISE = 0.15  # with few tokens, or with another base model
+LARGEST_EXTRAPOLATION = (
+    0.3  # of alpha: log-probabilities change by a line only near the trained one
+)
 STANDARD_ERRORS = 4  # the tokens of a prompt are not independent: 2 would do for some that are
 
 
@@ -77,9 +83,16 @@ class Verdict:
     tolerance: float = 0.0
 
     @property
-    def is_almost(self) -> bool:
-        """Whether the server is so near to the fine-tuned model that `strength` means something."""
-        return self.effect is not None and self.mean < self.effect / 2
+    def is_whole(self) -> bool:
+        """Whether the adapter has its whole effect, so that something else is different."""
+        parts = [part for part in (self.share, self.strength) if part is not None]
+        return bool(parts) and all(abs(part - 1) <= self.tolerance for part in parts)
+
+    @property
+    def alpha(self) -> float | None:
+        """The strength, if it is so near to 1 that another alpha may be the reason."""
+        near = self.strength is not None and abs(self.strength - 1) <= LARGEST_EXTRAPOLATION
+        return self.strength if near else None
 
 
 def judge(numbers: Iterable[Compared], quantization: str | None) -> Verdict:
@@ -107,23 +120,26 @@ def judge(numbers: Iterable[Compared], quantization: str | None) -> Verdict:
     from_base = fmean(abs(server) for _, server in pairs)
     share, share_error = _project(pairs)
     strength, strength_error = _strength(numbers)
-    tolerance = _tolerance(share_error if strength is None else strength_error)
+    share_tolerance = _tolerance(share_error, quantization)
+    tolerance = share_tolerance if strength is None else _tolerance(strength_error, quantization)
     measured: Weights | None = None
     if effect >= SMALLEST_EFFECT:
         measured = Weights.OTHER
-        largest_mean = max(noise, ROUNDED * effect)
-        near = max(abs(share - 1) - _tolerance(share_error), abs((strength or 1.0) - 1) - tolerance)
+        rounded = ROUNDED if quantization is None else ROUNDED_QUANTIZED
+        largest_mean = max(noise, rounded * effect)
+        near = max(abs(share - 1) - share_tolerance, abs((strength or 1.0) - 1) - tolerance)
         if mean <= largest_mean and near <= 0:
             measured = Weights.FINE_TUNED
-        elif from_base <= largest_mean and abs(share) <= _tolerance(share_error):
+        elif from_base <= largest_mean and abs(share) <= share_tolerance:
             measured = Weights.BASE
     return Verdict(
         measured, len(numbers), largest, largest_of_base, mean, effect, share, strength, tolerance
     )
 
 
-def _tolerance(error: float) -> float:
-    return min(max(TOLERANCE, STANDARD_ERRORS * error), MOST_DESPITE_NOISE)
+def _tolerance(error: float, quantization: str | None) -> float:
+    least = TOLERANCE if quantization is None else TOLERANCE_QUANTIZED
+    return min(max(least, STANDARD_ERRORS * error), MOST_DESPITE_NOISE)
 
 
 def _strength(numbers: Sequence[Compared]) -> tuple[float | None, float]:
