@@ -25,15 +25,14 @@ Saved = tuple[Path, Path]  # directories of the base model and of the run
 
 @pytest.fixture(scope="module")
 def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A run with an adapter. Next to it are one of a whole model and one on a 4-bit base model."""
+    """A run with an adapter. Next to it are one of a whole model and one on an 8-bit base model."""
     folder = tmp_path_factory.mktemp("served")
     rows = write_rows(folder / "rows.jsonl", 24)
     settings = "--context_length 64 --max_train_step 5 --lr 2e-2 --precision fp32"
     common = f"--model_name {tiny_model} --dataset {rows} {settings}"
     lora = f"{common} --use_peft --peft.r 8 --output_dir {folder / 'lora'}"
     full = f"{common} --output_dir {folder / 'full'}"
-    in_4_bits = "--use_peft --peft.r 8 --quantization 4bit --quantization.block_size 16"
-    qlora = f"{common} {in_4_bits} --output_dir {folder / 'qlora'}"
+    qlora = f"{common} --use_peft --peft.r 8 --quantization 8bit --output_dir {folder / 'qlora'}"
     run_cases(folder, [lora.split(), full.split(), qlora.split()])
     return tiny_model, folder / "lora"
 
@@ -368,6 +367,8 @@ def test_a_server_that_is_not_there_is_an_error(
         ({"paths": ["a", "b"]}, "RUN is needed"),
         ({"paths": ["missing-run"]}, "there is no run or model here."),
         ({"server": "localhost:8000"}, "expected a URL such as http://localhost:8000"),
+        ({"server": "http://[::1"}, "expected a URL such as http://localhost:8000"),
+        ({"server": "http://localhost:none"}, "expected a URL such as http://localhost:8000"),
         ({"server": "http://me:secret@host"}, "--server"),
         ({"server": None}, "only for --server"),
     ],
@@ -381,7 +382,19 @@ def test_wrong_flags_are_user_errors(flags: dict[str, Any], expected: str, tmp_p
 
 
 def test_a_run_without_probes_is_an_error(tmp_path: Path) -> None:
-    for content, expected in [(None, "has no model/probes.json"), ("{", "cannot be read")]:
+    prompt = {"token_ids": [1, 2, 3], "text": None, "next_ids": [], "next_texts": []}
+    scores = {"scores": {"fine_tuned": [-1.0]}, "next_scores": {"fine_tuned": []}}
+    probes = {"is_adapter": True, "dtype": "float32", "quantization": None}
+    short = {"version": 2, **probes, "probes": [{**prompt, **scores}]}
+    odd = {"version": 2, **probes, "probes": [{**prompt, **scores, "token_ids": "abc"}]}
+    for content, expected in [
+        (None, "has no model/probes.json"),
+        ("{", "cannot be read"),
+        ("[]", r"cannot be read \(its content is not that of probes\)"),
+        ('{"version": 3}', "a newer version of llama_ft has written it"),
+        (json.dumps(short), "log-probabilities are missing"),
+        (json.dumps(odd), "probes.0.token_ids has another form"),
+    ]:
         (tmp_path / "model").mkdir(exist_ok=True)
         if content is not None:
             (tmp_path / "model" / "probes.json").write_text(content)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from llama_ft.errors import UserError, reason
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG
@@ -101,15 +101,58 @@ class BaseFiles:
         return {name.rpartition(".")[0] for name in self.names}
 
 
-def read_adapter(folder: Path) -> SavedAdapter:
-    """Read the settings and the names of a saved adapter. Raises UserError if they cannot be read."""
+def read_adapter(folder: Path, place: str = "") -> SavedAdapter:
+    """Read the settings and the names of a saved adapter.
+
+    Args:
+        folder: of the adapter.
+        place: for messages; "": the directory.
+
+    Raises:
+        UserError: they cannot be read, or do not fit.
+    """
+    place = place or str(folder)
     try:
         settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+        _check_settings(settings)
         with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder}: the adapter cannot be read ({reason(error)}).") from error
-    return SavedAdapter(settings, shapes)
+        adapter = SavedAdapter(settings, shapes)
+        _check_tensors(adapter)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{place}: the adapter cannot be read ({reason(error)}).") from error
+    return adapter
+
+
+def _check_tensors(adapter: SavedAdapter) -> None:
+    """Raise ValueError if A or B is missing, or has another rank than the settings say."""
+    if not adapter.shapes:
+        raise ValueError("it has no tensors")
+    for name in adapter.shapes:
+        for one, other in (("A", "B"), ("B", "A")):
+            partner = re.sub(rf"\.lora_(embedding_)?{one}\b", rf".lora_\1{other}", name)
+            if partner not in adapter.shapes:
+                raise ValueError(f"{partner} is missing")
+    patterns = adapter.settings.get("rank_pattern") or {}
+    ranks = {adapter.settings.get("r"), *patterns.values()}
+    for module in adapter.modules:
+        shape = adapter.shape(module, "A")
+        if shape is not None and ".experts" not in module and shape[0] not in ranks:
+            raise ValueError(f"{module} has rank {shape[0]}, and {ADAPTER_CONFIG} another one")
+
+
+def _check_settings(settings: Any) -> None:
+    """Raise ValueError if numbers of adapter_config.json are none."""
+    if not isinstance(settings, dict):
+        raise ValueError(f"{ADAPTER_CONFIG} has no settings")
+    for name in ("r", "lora_alpha"):
+        if not isinstance(settings.get(name, 1), int | float):
+            raise ValueError(f"{ADAPTER_CONFIG}: {name} is {settings[name]!r}; expected a number")
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = settings.get(name) or {}
+        is_table = isinstance(pattern, dict)
+        if not is_table or not all(isinstance(value, int | float) for value in pattern.values()):
+            raise ValueError(f"{ADAPTER_CONFIG}: {name} is not a table of numbers")
 
 
 def read_base(folder: Path, name: str) -> BaseFiles:
@@ -132,7 +175,7 @@ def stored_names(folder: Path) -> set[str]:
         return set(index)
     names = set[str]()
     for path in folder.glob("*.safetensors"):
-        with suppress(OSError, ValueError, RuntimeError), safe_open(path, "pt") as file:
+        with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
             names |= set(file.keys())
     return names
 

@@ -64,7 +64,7 @@ class HandOver:
             UserError: the server would ignore or reject it.
         """
         base = read_base(self.base, self.base_name)
-        adapter = read_adapter(folder)
+        adapter = read_adapter(folder, self.source)
         if self.target.server in GGUF_SERVERS:
             return self._finish_gguf_adapter(folder, adapter, base)
         verdicts = judge(self.target, adapter, base)

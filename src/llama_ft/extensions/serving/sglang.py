@@ -6,6 +6,7 @@ Sources: sglang/srt/lora/lora.py, lora_config.py and utils.py of the version in 
 """
 
 import math
+import re
 
 from llama_ft.extensions.serving.adapter_files import BaseFiles, SavedAdapter
 from llama_ft.extensions.serving.judgment import EXPERTS, Verdict, check_method, flag_without
@@ -17,6 +18,13 @@ TOGETHER = {
     ("q_proj", "k_proj", "v_proj"): ("q_proj", "v_proj"),
     ("gate_proj", "up_proj"): ("gate_proj",),
 }
+
+
+def _missing_layers(adapter: SavedAdapter, base: BaseFiles) -> list[str]:
+    """Return the layers whose number the base model does not have."""
+    count = int(base.text.get("num_hidden_layers") or 0)
+    numbers = {module: re.search(r"layers\.(\d+)\.", module) for module in adapter.modules}
+    return [module for module, found in numbers.items() if found and int(found[1]) >= count > 0]
 
 
 def check_sglang(version: str | None, adapter: SavedAdapter, base: BaseFiles) -> Verdict:
@@ -43,6 +51,9 @@ def check_sglang(version: str | None, adapter: SavedAdapter, base: BaseFiles) ->
             f"it has no LoRA for {listed(unknown)}.",
             flag_without(adapter, unknown),
         )
+    missing = _missing_layers(adapter, base)
+    if missing:
+        verdict.refuse(f"the base model has no layers of the names {listed(missing, 2)}.")
     for layers, needed in TOGETHER.items():
         is_missing = not set(needed) <= ends
         if is_missing and ends & set(layers):

@@ -147,7 +147,10 @@ def gguf_model(folder: Path) -> GgufModel:
         UserError: it would not compute the same.
     """
     gguf = import_gguf()
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError, KeyError) as error:  # such as a model that Transformers lacks
+        raise UserError(f"{folder}: config.json cannot be read ({reason(error)}).") from error
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         known = ", ".join(dict.fromkeys(ARCHITECTURES))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -77,7 +78,7 @@ def _check_flags(flags: ServerFlags) -> tuple[str, str]:
         errors.append("RUN and --model: only for --server URL, which is compared with a run.")
     elif is_url_with_secret(url):
         errors.append(f"--server {SECRET}")
-    elif not url.startswith(("http://", "https://")) or not url.partition("://")[2].strip("/"):
+    elif not _is_url(url):
         errors.append(f"--server {url}: expected a URL such as http://localhost:8000.")
     if url and len(flags.paths) != 1:
         errors.append("RUN is needed: the directory of the run that the server is compared with.")
@@ -86,6 +87,14 @@ def _check_flags(flags: ServerFlags) -> tuple[str, str]:
     if errors:
         raise UserError(*errors)
     return flags.paths[0], url
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is none
+        return False
 
 
 class ServerNumbers(NamedTuple):

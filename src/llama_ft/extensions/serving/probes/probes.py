@@ -9,10 +9,13 @@ them. A run writes them into `model/probes.json`, and `check --server` compares 
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from llama_ft.config.home import expanded
 from llama_ft.config.paths import PROBES_FILE, missing_run
@@ -32,6 +35,13 @@ class ProbeScores:
     fine_tuned: Sequence[float]
     base: Sequence[float] | None = None
     weaker: Sequence[float] | None = None
+
+    def are_numbers_of(self, count: int) -> bool:
+        """Return whether there are that many numbers of each model."""
+        known = [
+            scores for scores in (self.fine_tuned, self.base, self.weaker) if scores is not None
+        ]
+        return all(len(scores) == count and all(map(math.isfinite, scores)) for scores in known)
 
     def by_token(self) -> list[tuple[float, float | None, float | None]]:
         """Return fine_tuned, base and weaker of each token."""
@@ -58,6 +68,14 @@ class Probe:
     next_ids: Sequence[int]
     next_texts: Sequence[str]
     next_scores: ProbeScores
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each token that needs a log-probability has one."""
+        following = len(self.next_ids)
+        is_named = len(self.next_texts) == following
+        of_prompt = self.scores.are_numbers_of(len(self.token_ids) - 1)
+        return is_named and of_prompt and self.next_scores.are_numbers_of(following)
 
 
 @dataclass(frozen=True)
@@ -94,17 +112,21 @@ class Probes:
 
     @classmethod
     def load(cls, file: Path) -> "Probes":
-        """Read what `save` wrote. Raises OSError, ValueError, KeyError or TypeError."""
+        """Read what `save` wrote. Raises OSError or ValueError."""
         content = json.loads(file.read_text())
-        if content.pop("version") > VERSION:
+        version = content.pop("version", None) if isinstance(content, dict) else None
+        if not isinstance(version, int):
+            raise ValueError("its content is not that of probes")
+        if version > VERSION:
             raise ValueError("a newer version of llama_ft has written it")
-        probes = []
-        for values in content.pop("probes"):
-            scores = ProbeScores(**values.pop("scores"))
-            next_scores = ProbeScores(**values.pop("next_scores"))
-            probes.append(Probe(scores=scores, next_scores=next_scores, **values))
-        chat = content.pop("chat")
-        return cls(probes=probes, chat=ChatProbe(**chat) if chat else None, **content)
+        try:
+            probes = TypeAdapter(cls).validate_python(content)
+        except ValidationError as error:
+            place = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise ValueError(f"{place} has another form") from error
+        if not probes.probes or not all(probe.is_complete for probe in probes.probes):
+            raise ValueError("log-probabilities are missing")
+        return probes
 
 
 def find_probes(name: str) -> tuple[Path, Probes]:
@@ -122,7 +144,7 @@ def find_probes(name: str) -> tuple[Path, Probes]:
         if file.is_file():
             try:
                 return file, Probes.load(file)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError) as error:
                 raise UserError(f"{file}: cannot be read ({reason(error)}).") from error
     raise UserError(
         f"{name}: has no model/{PROBES_FILE}, with which a server is compared.\n"
