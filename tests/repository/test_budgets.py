@@ -41,7 +41,7 @@ TOKENS = {
     "extensions/report": 6100,
     "extensions/rollouts": 14_000,  # rounds, samplers, servers, rewards and conversions
     "extensions/scores": 2200,
-    "extensions/serving": 18_000,
+    "extensions/serving": 18_600,  # rules of edited adapters and probes, and of quantized bases
     "extensions/store": 9900,
     "inference": 7500,
     "libraries": 2600,
