@@ -106,7 +106,7 @@ def check_method(verdict: Verdict, adapter: SavedAdapter) -> None:
         names = listed(list(settings["modules_to_save"]))
         verdict.refuse(
             f"whole layers trained with the adapter (modules_to_save {names}).",
-            "--peft.modules_to_save []",
+            "--peft.modules_to_save none",
         )
     rows = [name for name in adapter.other_tensors if "trainable_tokens" in name]
     if settings.get("trainable_token_indices") or rows:
@@ -132,8 +132,8 @@ def flag_without(adapter: SavedAdapter, refused: Iterable[str]) -> str:
     """
     left_out = {module.rpartition(".")[2] for module in refused}
     trained = {module.rpartition(".")[2] for module in adapter.modules if EXPERTS not in module}
-    kept = sorted(trained - left_out)
-    return f"--peft.target_modules {','.join(kept)}" if kept else ""
+    others = sorted(trained - left_out)
+    return f"--peft.target_modules {','.join(others)}" if others else ""
 
 
 def shares_embedding(base: BaseFiles) -> bool:

@@ -23,8 +23,12 @@ TOGETHER = {
 def _missing_layers(adapter: SavedAdapter, base: BaseFiles) -> list[str]:
     """Return the layers whose number the base model does not have."""
     count = int(base.text.get("num_hidden_layers") or 0)
-    numbers = {module: re.search(r"layers\.(\d+)\.", module) for module in adapter.modules}
-    return [module for module, found in numbers.items() if found and int(found[1]) >= count > 0]
+    missing = []
+    for module in adapter.modules:
+        number = re.search(r"layers\.(\d+)\.", module)
+        if number and int(number[1]) >= count > 0:
+            missing.append(module)
+    return missing
 
 
 def check_sglang(version: str | None, adapter: SavedAdapter, base: BaseFiles) -> Verdict:
