@@ -65,6 +65,7 @@ METRICS = {
     "train/skipped_steps": ("steps", "fp16 only: steps whose gradients overflowed. They change no weight."),
     "eval/loss": ("nats per token", "Validation loss; only in steps with an evaluation."),
     "eval/score": ("", "With `--score`: the mean score of generated answers."),
+    "eval/pass_at_<k>": ("share", "With `--score_answers`: the estimate of pass@k, for 1, 2, 4 and so on."),
     "eval/<name>/loss": (
         "nats per token",
         "Loss of the validation set `<name>`; it has its other numbers, too.",

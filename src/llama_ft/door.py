@@ -38,6 +38,9 @@ class Extension:
         needs_part: tells from the `Config` whether the run has this part.
         at_end: `module:function` of a run's directory. It is called when the run has ended in any
             way, also after an error, on the disk that has the log. It must not raise.
+        holds_dataset: tells from a directory whether it is a dataset of this extension.
+        dataset: `module:function` of the name of such a directory, the `DataConfig` and the
+            tokenizer. It returns the `Source` of its samples, see data/read/sources.py.
         media: `module:Class` of a `MediaReader` (data/media.py), which reads what samples hold in
             addition to text. One extension has it.
         remote_run: `module:Class` of a `RemoteRun`, see checkpoint/remote.py. A run has one at most.
@@ -54,6 +57,8 @@ class Extension:
     part: str | tuple[str, ...] | None = None
     needs_part: Callable[[Any], bool] = lambda config: True
     at_end: str | None = None
+    holds_dataset: Callable[[Path], bool] = lambda directory: False
+    dataset: str | None = None
     media: str | None = None
     remote_run: str | None = None
     needs_remote_run: Callable[[Any], bool] = lambda settings: False
@@ -196,6 +201,17 @@ def trials(flags: Any) -> list[Trial]:
 def verbs() -> dict[str, Verb]:
     """Return the verbs of `llama-ft` that extensions bring."""
     return {name: verb for extension in extensions() for name, verb in extension.verbs.items()}
+
+
+def holds_dataset(directory: Path) -> bool:
+    """Return whether a directory is a dataset of an extension."""
+    return any(extension.holds_dataset(directory) for extension in extensions())
+
+
+def open_dataset(directory: Path, *arguments: Any) -> Any:
+    """Return the samples of such a directory. `arguments`: of `Extension.dataset`."""
+    [name] = [one.dataset for one in extensions() if one.dataset and one.holds_dataset(directory)]
+    return _load(name)(*arguments)
 
 
 def media_reader() -> Any:

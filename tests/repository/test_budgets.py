@@ -27,9 +27,9 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 5300,  # one sentence for a broken extension
+    "": 5400,  # datasets of extensions, and one sentence for a broken one
     "checkpoint": 11_200,
-    "config": 20_350,
+    "config": 20_400,  # rollouts and several scored answers
     "cpu": 4700,
     "data": 46_000,  # forms of traces, what context lengths keep, and parts that templates drop
     "evaluation": 3500,

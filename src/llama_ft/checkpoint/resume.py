@@ -39,7 +39,7 @@ SECTIONS_THAT_MAY_DIFFER = {
 # The content that these name is compared, after the model was found and the data were tokenized.
 COMPARED_BY_CONTENT = {
     "model_name", "dataset", "validation", "tokenizer_name", "chat_template", "dataset_split", "dataset_format",
-    "skip_bad_rows", "columns", "repair_chats", "max_samples", "deduplicate",
+    "skip_bad_rows", "columns", "repair_chats", "max_samples", "deduplicate", "rollouts", "reward_threshold",
 }  # fmt: skip
 MAY_DIFFER = COMPARED_BY_CONTENT | {
     "batch_size_training", "gradient_accumulation_steps",  # see global_batch
@@ -50,7 +50,7 @@ MAY_DIFFER = COMPARED_BY_CONTENT | {
     "eval_steps",
     "max_eval_step", "max_train_time", "log_steps", "sample_tokens", "sample_prompts", "sample_steps",
     "early_stopping_patience", "early_stopping_min_delta", "validation_output", "best_by", "score", "score_tokens",
-    "score_samples", "score_batch_size", "eval_tasks", "eval_tasks_limit",
+    "score_samples", "score_answers", "score_batch_size", "eval_tasks", "eval_tasks_limit",
 }  # fmt: skip
 NEW_RUN = (
     "start a new run from the weights:\n"

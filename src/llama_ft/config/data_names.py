@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from llama_ft import door
 from llama_ft.config.home import expanded
 from llama_ft.config.wording.messages import missing_file
 
-Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
+Kind = Literal["demo", "ready", "function", "url", "file", "folder", "extension", "glob", "hub"]
 # llama-recipes' names; samsum_dataset and so on also work
 READY_DATASETS = ("samsum", "grammar", "alpaca")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -78,7 +79,9 @@ def kind_of_data(name: str) -> Kind:
     if is_url(name):
         return "url"
     if exists:
-        return "folder" if os.path.isdir(path) else "file"
+        if not os.path.isdir(path):
+            return "file"
+        return "extension" if door.holds_dataset(path) else "folder"
     if glob.has_magic(name):
         return "glob"
     return "hub" if is_hub_name and not data_suffix(name) else "file"

@@ -121,6 +121,7 @@ OBJECTIVES: dict[str, ObjectiveEntry] = {
             "distill_top_k",
             "distill_weight",
             "distill_temperature",
+            "distill_divergence",
         ),
         metrics=("perplexity",),
         first_pass=TEACHER,
@@ -231,6 +232,11 @@ class PreferenceConfig:
 
     distill_temperature: Annotated[float, Field(gt=0)] = 1.0
     """distill: temperature of teacher and student in the KL divergence."""
+
+    distill_divergence: Literal["forward", "reverse"] = "forward"
+    """distill: forward: KL(teacher || student), the student covers all that the teacher does. reverse:
+    KL(student || teacher), the student avoids what the teacher does not do; for answers of the
+    student."""
 
     simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
     """simpo: target margin between the rewards of both responses (gamma)."""

@@ -383,7 +383,7 @@ CONDITIONS: tuple[Condition, ...] = (
     (["gradient_clipping_threshold"], "gradient_clipping", bool),
     (VALIDATION_FIELDS, "run_validation", bool),
     (["early_stopping_min_delta"], "early_stopping_patience", bool),
-    (["score_tokens", "score_samples", "score_batch_size"], "score", bool),
+    (["score_tokens", "score_samples", "score_answers", "score_batch_size"], "score", bool),
     (["eval_tasks_limit"], "eval_tasks", bool),
     *[([name], "objective", partial(has_setting, name)) for name in own_settings()],
     (["validation_output"], "validation", lambda value: as_fraction(value) is not None),

@@ -34,6 +34,8 @@ DATASET_SETTINGS = (
     "columns",
     "repair_chats",
     "max_samples",
+    "rollouts",
+    "reward_threshold",
     "deduplicate",
     "validation",
 )
@@ -53,7 +55,7 @@ TRAINING_ONLY_FLAGS = {
     "show_samples",
     "validation_output",
 }
-SCORE_SETTINGS = ("score", "score_tokens", "score_samples")
+SCORE_SETTINGS = ("score", "score_tokens", "score_samples", "score_answers")
 
 
 @settings_dataclass(config=STRICT, kw_only=True)
@@ -80,6 +82,10 @@ class EvaluateFlags(DataConfig, ModelFlags):
 
     score_samples: CountOrZero = 0
     """Score the first N samples of each set only; 0 = all. If not given, as in the run."""
+
+    score_answers: Count = 1
+    """Scored answers per sample. Several are sampled at temperature 1, for pass_at_K; if not given, as
+    in the run."""
 
     tasks: list[str] = Field(default_factory=list)
     """Tasks of lm-evaluation-harness by name, or YAML files of your own:

@@ -173,7 +173,7 @@ def _prompt_of(sample: Sample) -> Messages | str:
         return alpaca_messages({**sample, "output": "."})[:-1]
     if "chosen" in sample and "prompt" not in sample:
         content = preferred(sample)
-        return content[0] if isinstance(content, tuple) else content[:-1]
+        return content[:-1] if isinstance(content, list) else str(content[0])
     column = next(
         (name for name in ("prompt", "messages", "conversations") if name in sample), None
     )

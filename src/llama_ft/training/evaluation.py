@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -66,11 +66,18 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 @dataclass(frozen=True)
 class SetScore:
     """The answers to a validation set: the sum of their scores, their number, and the first ones
-    with question, answer, reference and score."""
+    with question, answer, reference and score. `passes`: K -> pass@K, if there are several answers
+    per sample."""
 
     total: float
     count: int
     samples: list[dict[str, Any]]
+    passes: dict[int, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean score and pass@K by name."""
+        passes = {f"pass_at_{k}": share for k, share in self.passes.items()}
+        return {"score": self.total / self.count, **passes}
 
 
 class Scores:
@@ -78,7 +85,7 @@ class Scores:
     an extension has a subclass.
 
     Args:
-        settings: score, score_tokens, score_samples and score_batch_size.
+        settings: score and those whose names begin with it.
         sets: the validation sets by name.
         tokenizer: of the run.
     """
@@ -135,14 +142,24 @@ def evaluation_metrics(
     """
     metrics = together(losses.values()).metrics(has_perplexity)
     if scores:
-        total = math.fsum(score.total for score in scores.values())
-        metrics["score"] = total / sum(score.count for score in scores.values())
+        metrics |= _all_scores(list(scores.values())).metrics()
     for name in filter(None, losses):
         for key, value in losses[name].metrics(has_perplexity).items():
             metrics[f"{name}/{key}"] = value
         if name in scores:
-            metrics[f"{name}/score"] = scores[name].total / scores[name].count
+            for key, value in scores[name].metrics().items():
+                metrics[f"{name}/{key}"] = value
     return metrics
+
+
+def _all_scores(sets: list[SetScore]) -> SetScore:
+    """Return the scores of several validation sets as those of one."""
+    total = math.fsum(one.total for one in sets)
+    count = sum(one.count for one in sets)
+    passes = dict[int, float]()
+    for k in sets[0].passes:
+        passes[k] = math.fsum(one.passes[k] * one.count for one in sets) / count
+    return SetScore(total, count, [], passes)
 
 
 def together(sets: Iterable[LossSums]) -> LossSums:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import Finished, losses, metrics, run_cases, write_jsonl
 from conftest import reproducible_metrics as facts
+from extensions.rollouts.made_rounds import write_rounds
 from models.test_architectures import rounded
 from plain_losses import load_model, mean_loss, read_jsonl, write_tokenized
 from safetensors.torch import load_file
@@ -21,12 +22,21 @@ STEPS = 4  # one per epoch, so that the order of the samples is free
 SAMPLES = 12
 FSDP = "--enable_fsdp --low_cpu_fsdp"
 PADDED = "--batching_strategy padding"
-# weight and temperature of each run whose losses a plain loop has, too
-SETTINGS = {"packed": (0.5, 1.0), "padded": (1.0, 2.0)}
+# the samples, weight, temperature and divergence of each run whose losses a plain loop has, too
+SETTINGS = {
+    "packed": ("rows", 0.5, 1.0, "forward"),
+    "padded": ("rows", 1.0, 2.0, "forward"),
+    "on-policy": ("answers", 1.0, 1.0, "reverse"),
+}
+# answers of the student itself: two to each prompt
+ON_POLICY = (
+    f"--dataset @answers --rollouts all --distill_divergence reverse --distill_top_k {VOCABULARY}"
+)
 RUNS = {
     "packed": f"--teacher_model @teacher --distill_top_k {VOCABULARY} --save_steps 2",
     "padded": f"{PADDED} --teacher_model @teacher --teacher_file @stored.safetensors "
     f"--distill_top_k {VOCABULARY} --distill_weight 1 --distill_temperature 2",
+    "on-policy": f"{ON_POLICY} --teacher_model @teacher --distill_weight 1",
 }
 # k = 8, from a teacher and from the column that vLLM would write
 TOP = "--distill_top_k 8 --distill_weight 0.7 --save_steps 2"
@@ -57,7 +67,21 @@ def folder(tiny_model: Path, save_model: Folder, tmp_path_factory: pytest.TempPa
     write_tokenized(folder / "rows.jsonl", lengths, seed=1)
     write_tokenized(folder / "validation.jsonl", [9, 14, 20], seed=2)
     write_column(folder)
+    write_answers(folder)
     return folder
+
+
+def write_answers(folder: Path) -> None:
+    """Answers as a directory of rounds, and as samples for the plain loop."""
+    totals = [[None, 0.5]] * (SAMPLES // 2)  # distillation needs no rewards
+    [made] = write_rounds(folder / "answers", folder / "student", totals)
+    samples = []
+    for prompt, group in zip(made.prompts, made.answers, strict=True):
+        for answer in group:
+            token_ids = answer.token_ids.tolist()
+            ids = prompt.token_ids + token_ids
+            samples.append({"input_ids": ids, "labels": [-100] * len(prompt.token_ids) + token_ids})
+    write_jsonl(folder / "answers.jsonl", samples)
 
 
 def write_column(folder: Path) -> None:
@@ -123,12 +147,14 @@ def two_ranks(folder: Path) -> Finished:
     return run_cases(folder, cases, ranks=2)
 
 
-def plain_losses(folder: Path, weight: float, temperature: float) -> list[float]:
+def plain_losses(
+    folder: Path, samples_name: str, weight: float, temperature: float, divergence: str
+) -> list[float]:
     """AdamW in one process, sample by sample, in Transformers."""
     teacher = load_model(folder / "teacher")
     student = load_model(folder / "student")
     optimizer = torch.optim.AdamW(student.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    samples = read_jsonl(folder / "rows.jsonl")
+    samples = read_jsonl(folder / f"{samples_name}.jsonl")
     found = []
     for _ in range(STEPS):
         total = torch.zeros(())
@@ -142,8 +168,8 @@ def plain_losses(folder: Path, weight: float, temperature: float) -> list[float]
             labels = labels[labels != -100]
             ours = (logits / temperature).log_softmax(-1)
             target = (theirs / temperature).log_softmax(-1)
-            divergence = F.kl_div(ours, target, log_target=True, reduction="sum")
-            total = total + weight * divergence
+            pair = (ours, target) if divergence == "forward" else (target, ours)
+            total = total + weight * F.kl_div(*pair, log_target=True, reduction="sum")
             total = total + (1 - weight) * F.cross_entropy(logits, labels, reduction="sum")
             count += len(labels)
         loss = total / count
@@ -159,6 +185,8 @@ def test_a_run_has_the_losses_of_a_plain_loop_with_a_live_teacher(
     one_rank: Finished, two_ranks: Finished, folder: Path, name: str
 ) -> None:
     expected = plain_losses(folder, *SETTINGS[name])
+    for run in (name, f"two-{name}"):
+        assert losses(folder / run)[0] == pytest.approx(expected[0], rel=1e-6)
     assert losses(folder / name) == pytest.approx(expected, rel=2e-5)
     assert losses(folder / f"two-{name}") == pytest.approx(expected, rel=2e-5)
 

@@ -30,10 +30,11 @@ class DataConfig:
     """Training and validation data."""
 
     dataset: str | list[DatasetPart] = "demo"
-    """A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a directory or glob of them, a URL
-    (s3://, https://), a Hub name (org/name or org/name:configuration), path/to/file.py:function,
-    llama-recipes' samsum, grammar or alpaca, or demo (Python's docstrings). Several: a.jsonl,b.jsonl. A
-    mixture: '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]'."""
+    """A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a directory or glob of them, a directory
+    of rollouts, a URL (s3://, https://), a Hub name (org/name or org/name:configuration),
+    path/to/file.py:function, llama-recipes' samsum, grammar or alpaca, or demo (Python's docstrings).
+    Several: a.jsonl,b.jsonl. A mixture:
+    '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]'."""
 
     dataset_format: str = "auto"
     """alpaca: instruction, input, output. messages: a chat of role and content. sharegpt:
@@ -53,6 +54,14 @@ class DataConfig:
 
     max_samples: CountOrZero = 0
     """Use the first N samples only, of each part of a mixture; 0 = all."""
+
+    rollouts: Literal["best", "all"] = "best"
+    """Of a directory of rollouts, sft and distill train on the best answer to each prompt, or on all
+    answers. dpo and others train on pairs of the best and the worst one, kto on all answers."""
+
+    reward_threshold: float | None = None
+    """Of a directory of rollouts, sft and distill train on answers with at least this reward only; for
+    kto such answers are desirable, and the others undesirable."""
 
     deduplicate: bool = False
     """Leave out samples that have the same tokens and loss mask as an earlier one, in the training

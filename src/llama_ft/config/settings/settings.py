@@ -113,8 +113,7 @@ class TrainConfig:
     """Device to compute on; auto: CUDA if there is a GPU, else the CPU."""
 
     device_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Largest share of a GPU's memory that its rank may use, such as 0.6; if not given, all of
-    it."""
+    """Share of a GPU's memory that its rank may use, such as 0.6; if not given, all of it."""
 
     precision: Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"] = "bf16_mixed"
     """bf16_mixed: trained weights in fp32, computed in bf16, gradients reduced in fp32. bf16_pure:
@@ -271,6 +270,10 @@ class TrainConfig:
     score_samples: CountOrZero = 0
     """Score the first N samples of each validation set only; 0 = all."""
 
+    score_answers: Count = 1
+    """Scored answers per sample. Several are sampled at temperature 1: eval/score is their mean, and
+    eval/pass_at_K the share of samples with a right one (a score of 1) among K, without bias."""
+
     score_batch_size: Count = 4
     """Answers that are generated at once, per rank."""
 
@@ -286,8 +289,7 @@ class TrainConfig:
     eval/score."""
 
     early_stopping_patience: CountOrZero = 0
-    """Stop when best_by has not improved for N evaluations, and take the best weights; 0 =
-    never."""
+    """Stop if best_by does not improve for N evaluations, and take the best weights; 0 = never."""
 
     early_stopping_min_delta: Annotated[float, Field(ge=0)] = 0.0
     """Smallest change of best_by that counts as an improvement."""
@@ -296,8 +298,7 @@ class TrainConfig:
     """Write metrics every N optimizer steps."""
 
     sample_tokens: CountOrZero = 0
-    """Generate up to N tokens for a prompt of the validation set, before and after training; 0 =
-    off."""
+    """Generate up to N tokens for a validation prompt, before and after training; 0 = off."""
 
     sample_prompts: list[str] | None = None
     """Prompts that sample_tokens answers instead. Quote those with commas: '["Hello, you?",
@@ -361,8 +362,7 @@ class PeftConfig:
     target_modules and modules_to_save, and no quantized model."""
 
     from_peft_checkpoint: str | None = None
-    """Directory of a saved adapter to continue from; its own settings (r, target_modules, ...) are
-    used."""
+    """Directory of a saved adapter to continue from. Its own r, target_modules and so on are used."""
 
     r: Count = 8
     """Rank of the adapter matrices. Under torchrun write --peft.r: it takes --r for a flag of its

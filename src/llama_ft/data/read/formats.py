@@ -170,19 +170,23 @@ def chat_messages(sample: Sample, column: str = "messages") -> list[Message]:
     return _checked_chat(_with_system(sample, _messages(sample, column)))
 
 
-def prompt_completion(
-    sample: Sample, completion: str = "completion"
-) -> tuple[str, str] | list[Message]:
+def prompt_completion(sample: Sample, completion: str = "completion") -> Content:
     """Check a prompt and its completion, the column of that name. A column system stands before a
     prompt of text, with a blank line between.
 
     Returns:
-        Both texts; or, if both are lists of messages, one chat in which the assistant messages of
+        Both texts; or, if both are lists of token ids, the tokens, of which the completion's are in
+        the loss; or, if both are lists of messages, one chat in which the assistant messages of
         the prompt have weight 0, so that only the completion's are in the loss.
 
     Raises:
         BadSample: a column is missing, empty, or not of the same kind as the other.
     """
+    if _are_tokens(sample.get("prompt")):
+        prompt_ids = _integers(sample, "prompt")
+        token_ids = _integers(sample, completion)
+        expect(token_ids, completion, token_ids, "at least one token")
+        return TokenizedSample(prompt_ids + token_ids, [-100] * len(prompt_ids) + token_ids)
     if not isinstance(sample.get("prompt"), list):
         system = "" if _is_blank(sample.get("system")) else _text(sample, "system") + "\n\n"
         return system + _text(sample, "prompt"), _text(sample, completion)
@@ -196,17 +200,17 @@ def prompt_completion(
     return messages
 
 
-def preferred(sample: Sample) -> list[Message] | tuple[str, str]:
+def preferred(sample: Sample) -> Content:
     """Return the prompt and the chosen response of a pair, see `pair_contents`."""
     return pair_contents(sample)[0]
 
 
-def pair_contents(sample: Sample) -> list[tuple[str, str] | list[Message]]:
+def pair_contents(sample: Sample) -> list[Content]:
     """Check a pair: a prompt with a chosen and a rejected response to it.
 
-    Responses are texts or lists of messages. Without a column `prompt`, or if it is text, lists of
-    messages may be whole chats: what both begin with is the prompt. Of two texts alone it is the
-    text that both begin with.
+    Responses are texts or lists of messages, or of token ids after a prompt of them. Without a
+    column `prompt`, or if it is text, lists of messages may be whole chats: what both begin with is
+    the prompt. Of two texts alone it is the text that both begin with.
 
     Returns:
         For each response what `prompt_completion` returns.
@@ -240,7 +244,7 @@ def unpaired(sample: Sample) -> list[Sample]:
     ]
 
 
-def labelled(sample: Sample) -> tuple[str, str] | list[Message]:
+def labelled(sample: Sample) -> Content:
     """Check a completion with a label; return what `prompt_completion` returns."""
     is_desirable(sample)
     return prompt_completion(sample)
@@ -261,12 +265,15 @@ def is_desirable(sample: Sample) -> bool:
 
 
 def _pair(sample: Sample) -> tuple[Any, Any, Any]:
-    """Return the prompt and both responses of a pair, of texts or of lists of messages."""
+    """Return the prompt and both responses of a pair: of texts, of lists of messages, or of lists of
+    token ids."""
     chosen = sample.get("chosen")
     rejected = sample.get("rejected")
     # If both are missing, the checks of the columns say so.
     differ = chosen != rejected or _is_blank(chosen)
     expect(differ, "rejected", rejected, "another response than the chosen one")
+    if _are_tokens(sample.get("prompt")):
+        return sample["prompt"], chosen, rejected
     if isinstance(chosen, list) or isinstance(rejected, list):
         return _chat_pair(sample)
     return _text_pair(sample)
@@ -535,6 +542,10 @@ def _integers(sample: Sample, column: str) -> list[int]:
     is_valid = isinstance(values, list) and set(map(type, values)) <= {int}
     expect(is_valid, column, values, "a list of integers")
     return list(values or [])
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 
 def check_columns(sample: Sample, sample_format: SampleFormat) -> None:

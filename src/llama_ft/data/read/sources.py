@@ -17,6 +17,7 @@ import fsspec
 import huggingface_hub
 import xxhash
 
+from llama_ft import door
 from llama_ft.config.data_names import (
     DATASETS_MARKER_FILES,
     data_files,
@@ -201,16 +202,11 @@ def open_source(
             return _files_source(name, [str(file)])
         if kind == "function":
             return _dataset_source(name, call_user_function(name, config, tokenizer, split))
+        if kind == "extension":
+            source: Source = door.open_dataset(expanded(name), name, config, tokenizer)
+            return source
         if kind == "ready":
-            short_name = name.removesuffix("_dataset")
-            hub_name, train, validation = READY[short_name]
-            if split_name in (None, "train"):
-                split_name = train if split == "train" else validation
-            raw = _split_source(hub_name, split_name)
-            task = TASKS.get(short_name)
-            if task is None:
-                return raw
-            return dataclasses.replace(raw, read=lambda: _alpaca_samples(raw.read(), *task))
+            return _ready_source(name.removesuffix("_dataset"), split, split_name)
         try:
             return _split_source(name, split_name, config.streaming)
         except UserError:
@@ -262,6 +258,18 @@ def _alpaca_samples(
             outputs = [outputs]
         for text in outputs:
             yield place, {**task, "output": text}
+
+
+def _ready_source(name: str, split: Split, split_name: str | None) -> Source:
+    """Open one of READY."""
+    hub_name, train, validation = READY[name]
+    if split_name in (None, "train"):
+        split_name = train if split == "train" else validation
+    raw = _split_source(hub_name, split_name)
+    task = TASKS.get(name)
+    if task is None:
+        return raw
+    return dataclasses.replace(raw, read=lambda: _alpaca_samples(raw.read(), *task))
 
 
 def _split_source(name: str, split_name: str | None, streaming: bool = False) -> Source:

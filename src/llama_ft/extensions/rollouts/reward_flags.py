@@ -26,3 +26,6 @@ class RewardFlags:
 
     reward_processes: CountOrZero = 0
     """Processes that call rewards; 0: one per core, at most 8."""
+
+    pass_threshold: float = 1.0
+    """An answer with at least this reward is right, for pass@k."""

@@ -6,16 +6,19 @@ read from the tokens and the labels, so that every format with a prompt can be s
     tokens  <s> user : 2 + 2 ? assistant : | 4 </s>        labels  - - - - - - - - - - | 4 </s>
             prompt                           reference
 
-Which prompts share a batch does not depend on the number of ranks, so neither do the answers.
+Which prompts share a batch does not depend on the number of ranks, so neither do the answers, also
+those that are sampled: each batch has its own seed.
 """
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy
+import torch
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
@@ -25,11 +28,15 @@ from llama_ft.data import IGNORED, BatchLayout, stop_token_ids
 from llama_ft.data.media import MediaPrompt
 from llama_ft.data.read.media import PATHS
 from llama_ft.errors import UserError
+from llama_ft.evaluation.pass_at_k import mean_pass_at_k, powers_of_two
 from llama_ft.runtime import Ranks
 from llama_ft.training.evaluation import Scores, SetScore, generate_batch, longest_answer
 from llama_ft.user_function import load_function
 
 FEWEST_PROMPT_TOKENS = 2  # a text has no prompt, but its first token may not be in the loss
+RIGHT = 1.0  # a score from which on an answer counts for pass@k
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}  # Transformers' default is the top 50
 SAMPLES_SHOWN = 5  # per validation set, in the report
 LONGEST_SHOWN = 4000  # characters
 
@@ -85,7 +92,7 @@ class AnswerScores(Scores):
     """Generates answers to validation sets and scores them by `--score`.
 
     Args:
-        settings: score, score_tokens, score_samples and score_batch_size.
+        settings: score and those whose names begin with it.
         sets: the validation sets by name.
         tokenizer: of the run.
 
@@ -104,6 +111,7 @@ class AnswerScores(Scores):
         self._name = str(settings.score)
         self._tokens = settings.score_tokens
         self._batch_size = settings.score_batch_size
+        self._answers = settings.score_answers  # neighbors in the list of questions
         self._tokenizer = tokenizer
         self._questions = dict[str, list[ScoredPrompt]]()
         self._function = SCORES.get(self._name) or load_function(self._name)
@@ -118,7 +126,7 @@ class AnswerScores(Scores):
             tried = questions if self._name == "json" else questions[:1]
             for question in tried:
                 self._score(question, question.reference)
-            self._questions[name] = questions
+            self._questions[name] = [one for one in questions for _ in range(self._answers)]
 
     def score(
         self, model: PreTrainedModel, layout: BatchLayout, ranks: Ranks
@@ -142,7 +150,9 @@ class AnswerScores(Scores):
         ends = stop_token_ids(self._tokenizer, known)
         # not the model's generation_config.json, which may ask for sampling or for penalties
         model.generation_config = GenerationConfig(
-            do_sample=False, pad_token_id=layout.pad_token_id, eos_token_id=ends or None
+            **(SAMPLED if self._answers > 1 else GREEDY),
+            pad_token_id=layout.pad_token_id,
+            eos_token_id=ends or None,
         )
         try:
             return {
@@ -171,10 +181,21 @@ class AnswerScores(Scores):
             batch = batches[number] if is_own else order[-1:]
             prompts = [questions[index].prompt_ids for index in batch]
             longest = longest_answer(model, prompts, self._tokens)
-            texts = generate_batch(model, self._tokenizer, prompts, longest, layout, ranks)
+            with self._seeded(number, ranks):
+                texts = generate_batch(model, self._tokenizer, prompts, longest, layout, ranks)
             if is_own:
                 answers |= dict(zip(batch, texts, strict=True))
         return self._gather(questions, answers, ranks)
+
+    @contextlib.contextmanager
+    def _seeded(self, batch: int, ranks: Ranks) -> Iterator[None]:
+        """Sample the answers of a batch with random numbers of its own. Those of the training stay as
+        they are."""
+        devices = [ranks.device] if ranks.device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=self._answers > 1):
+            if self._answers > 1:
+                torch.manual_seed(batch)
+            yield
 
     def _gather(
         self, questions: list[ScoredPrompt], answers: dict[int, str], ranks: Ranks
@@ -195,7 +216,7 @@ class AnswerScores(Scores):
                 raise scores
             together |= scores
         samples = []
-        for index in range(min(SAMPLES_SHOWN, len(questions))):
+        for index in range(0, len(questions), self._answers)[:SAMPLES_SHOWN]:
             answer, score = together[index]
             question = questions[index]
             texts = {"question": question.prompt, "answer": answer, "reference": question.reference}
@@ -205,7 +226,16 @@ class AnswerScores(Scores):
             samples.append({**shown, "score": score})
         # fsum rounds once, so the order of the ranks does not matter
         total = math.fsum(score for _, score in together.values())
-        return SetScore(total, len(questions), samples)
+        return SetScore(total, len(questions), samples, self._passes(together))
+
+    def _passes(self, scored: Mapping[int, tuple[str, float]]) -> dict[int, float]:
+        """Return K -> pass@K of the answers by index; empty if there is one per sample."""
+        count = self._answers
+        if count == 1:
+            return {}
+        scores = [scored[index][1] for index in range(len(scored))]
+        of_samples = [scores[first : first + count] for first in range(0, len(scores), count)]
+        return {k: mean_pass_at_k(of_samples, RIGHT, k) for k in powers_of_two(count)}
 
     def _score(self, question: ScoredPrompt, answer: str) -> float:
         head = f"--score {self._name}: {question.location}"

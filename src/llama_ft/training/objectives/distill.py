@@ -11,6 +11,9 @@ p and q are the probabilities of teacher and student at distill_temperature. Wit
 is the full divergence, as in TRL's GKDTrainer with lmbda 0 and beta 0. Otherwise it is a lower
 bound, because all other tokens are one bucket.
 
+distill_divergence reverse is KL(student || teacher), with p and q, P and Q exchanged, as in TRL with
+beta 1. It is for answers of the student itself: a directory of rollouts as the dataset.
+
 Source: G. Hinton and others, Distilling the knowledge in a neural network, 2015, without its factor
 of the squared temperature.
 """
@@ -35,6 +38,11 @@ from llama_ft.training.objectives.base import (
 )
 from llama_ft.training.objectives.teacher import AnyTeacher, TeacherPass
 from llama_ft.training.objectives.teacher_file import TeacherFile
+
+# Of a teacher that masks tokens, whose log-probability is -inf: the reverse divergence would be
+# infinite.
+LEAST_LOG_PROBABILITY = -100.0
+LEAST_REST = 2.0**-24  # of all other tokens: float32 has no smaller difference of 1 and their sum
 
 
 def top_k_divergence(
@@ -100,6 +108,56 @@ class TopKDivergence(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None, None
 
 
+def reverse_divergence(
+    logits: torch.Tensor, token_ids: torch.Tensor, log_p: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return the KL divergence of the teacher from the student, float32 [targets]. For the rest see
+    `top_k_divergence`."""
+    return cast(torch.Tensor, ReverseDivergence.apply(logits, token_ids, log_p, temperature))
+
+
+class ReverseDivergence(torch.autograd.Function):
+    """See `reverse_divergence`. The gradient by the scaled logit of a token is q (r - D): q is the
+    student's probability of the token, D the divergence, and r = log q - log p of the token's
+    bucket, which is the token itself or all others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        log_p: torch.Tensor,
+        temperature: float,
+    ) -> torch.Tensor:
+        log_q = (logits.float() / temperature).log_softmax(-1)  # [targets, vocab]
+        top_q = log_q.gather(1, token_ids)
+        ratios = top_q - log_p.clamp(min=LEAST_LOG_PROBABILITY)
+        divergence = (top_q.exp() * ratios).sum(-1, keepdim=True)
+        q = log_q.exp_()
+        rest_ratio = torch.zeros_like(divergence)
+        if token_ids.shape[1] < logits.shape[1]:
+            q.scatter_(1, token_ids, 0.0)
+            rest_q = q.sum(-1, keepdim=True)
+            rest_p = (1 - log_p.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST)
+            rest_ratio = rest_q.clamp(min=torch.finfo(torch.float32).tiny).log() - rest_p.log()
+            divergence = divergence + rest_q * rest_ratio
+        ctx.gradient = None
+        if ctx.needs_input_grad[0]:
+            gradient = q.mul_(rest_ratio - divergence)
+            top_gradient = top_q.exp() * (ratios - divergence)
+            ctx.gradient = gradient.scatter_(1, token_ids, top_gradient)
+        ctx.dtype = logits.dtype
+        ctx.temperature = temperature
+        return divergence.squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, factors: torch.Tensor) -> Any:
+        return TopKDivergence.backward(ctx, factors)
+
+
+DIVERGENCES = {"forward": top_k_divergence, "reverse": reverse_divergence}
+
+
 class Distillation(Objective):
     """Next-token prediction mixed with the divergence from a teacher's stored probabilities. The
     validation loss is the plain cross-entropy. See `Objective`.
@@ -114,6 +172,7 @@ class Distillation(Objective):
         self.teacher: TeacherFile | AnyTeacher | None = None
         self._weight = settings.distill_weight
         self._temperature = settings.distill_temperature
+        self._divergence = DIVERGENCES[settings.distill_divergence]
 
     @staticmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
@@ -139,7 +198,7 @@ class Distillation(Objective):
 
         def mixed_loss(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
             """Return the losses of the targets with these numbers in the micro-batch."""
-            divergence = top_k_divergence(
+            divergence = self._divergence(
                 logits, token_ids[numbers], log_p[numbers], self._temperature
             )
             if self._weight == 1:
