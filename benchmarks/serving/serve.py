@@ -39,7 +39,7 @@ from llama_ft.errors import UserError
 from llama_ft.extensions.serving.adapter_files import read_adapter, read_base
 from llama_ft.extensions.serving.probes.ask import ask
 from llama_ft.extensions.serving.probes.check import compared
-from llama_ft.extensions.serving.probes.probes import Probes, Scores, find_probes
+from llama_ft.extensions.serving.probes.probes import Probes, ProbeScores, find_probes
 from llama_ft.extensions.serving.probes.server import Rejected, Server
 from llama_ft.extensions.serving.probes.verdict import Weights, judge
 from llama_ft.extensions.serving.rules import vllm_versions
@@ -294,9 +294,11 @@ def probes_of(folder: Path, artefact: str) -> Probes:
     with_base = []
     for probe, other in zip(probes.probes, others.probes, strict=True):
         assert probe.token_ids == other.token_ids
-        scores = Scores(probe.scores.fine_tuned, other.scores.base)
+        scores = ProbeScores(probe.scores.fine_tuned, other.scores.base)
         with_base.append(
-            replace(probe, scores=scores, next_ids=[], next_texts=[], next_scores=Scores([], []))
+            replace(
+                probe, scores=scores, next_ids=[], next_texts=[], next_scores=ProbeScores([], [])
+            )
         )
     return replace(probes, probes=with_base)
 
