@@ -1,19 +1,22 @@
 """Scores of generated answers, against plain Transformers: one prompt at a time, rendered by the chat
 template from the samples themselves."""
 
+import ast
 import json
 import math
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics, run_cases, write_jsonl
 from plain_losses import load_model
 from transformers import AutoTokenizer
 
 from llama_ft.config import DataConfig, TrainConfig
-from llama_ft.data import DataRequest, prepare
+from llama_ft.data import BatchLayout, DataRequest, prepare
 from llama_ft.errors import UserError
 from llama_ft.extensions.scores.scoring import (
     AnswerScores,
@@ -192,6 +195,39 @@ def test_scores_do_not_depend_on_ranks_and_are_those_of_evaluate(folder: Path, r
         assert found[key] == expected[f"eval/{key}"]
     for key in ("loss", "chat/loss", "code/loss"):
         assert found[key] == pytest.approx(expected[f"eval/{key}"], rel=1e-6)
+
+
+def test_several_answers_are_sampled_and_give_pass_at_k(
+    tiny_model: Path, prepared: Callable[..., Any], runtime: Any, tmp_path: Path
+) -> None:
+    """Against a count of the subsets of the answers, which the score has written down."""
+    (tmp_path / "own.py").write_text(
+        "def short(prompt, answer, reference):\n"
+        f"    with open('{tmp_path}/answers', 'a') as file: print(repr(answer), file=file)\n"
+        "    return len(answer) < 12\n"
+    )
+    data, tokenizer = prepared([chat(q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
+    own = f"{tmp_path}/own.py:short"
+    settings = TrainConfig(score=own, score_answers=3, score_tokens=5, score_batch_size=2)
+    answering = AnswerScores(settings, {"": data}, tokenizer)
+    model = load_model(tiny_model)
+    layout = BatchLayout(data_size=1, data_rank=0, micro_batch=1)
+    before = torch.random.get_rng_state()
+    (tmp_path / "answers").unlink()
+    scores = [answering.score(model, layout, runtime)[""] for _ in range(2)]
+    assert torch.random.get_rng_state().equal(before)
+    lines = (tmp_path / "answers").read_text().splitlines()
+    count = 3 * len(QUESTIONS)
+    assert lines[:count] == lines[count:] and len(set(lines)) > len(QUESTIONS)
+    is_right = [len(ast.literal_eval(line)) < 12 for line in lines[:count]]
+    assert scores[0].metrics()["score"] == pytest.approx(sum(is_right) / count)
+    for k in (1, 2, 3):
+        shares = []
+        for first in range(0, count, 3):
+            subsets = list(combinations(is_right[first : first + 3], k))
+            shares.append(sum(map(any, subsets)) / len(subsets))
+        expected = sum(shares) / len(shares)
+        assert scores[0].metrics()[f"pass_at_{k}"] == pytest.approx(expected)
 
 
 def test_a_resumed_run_has_the_same_scores(folder: Path) -> None:
