@@ -147,7 +147,7 @@ def watch_recipe(finetuning: Any, phases: Phases) -> None:
 
     def checking(*given: Any, **named: Any) -> Any:
         phases.enter("check")  # a small forward pass before the first step
-        check_rows(*given, **named)
+        return check_rows(*given, **named)
 
     def entering(watch: observe.MemoryMonitor, phase: Phase) -> None:
         phases.step += phase == "forward"
