@@ -1,13 +1,13 @@
 """A copy of the tree that a test edits as a page says, and the files that the edit touches."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 from conftest import REPOSITORY
+from forked import forked
 
+OTHER_TREE = REPOSITORY / "tests" / "other_tree.py"
 COPIED = ("src", "recipes", "configs")
 
 
@@ -42,17 +42,10 @@ class EditedCopy:
         file.write_text(text)
 
     def run(self, *arguments: str | Path) -> str:
-        """Run Python with the copy's package. Return what it writes to stdout and stderr."""
-        done = subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": str(self.folder / "src")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        """Run a script with the copy's package. Return what it writes to stdout and stderr."""
+        finished = forked(OTHER_TREE, self.folder, *arguments)
+        assert finished.exit_code == 0, finished.output
+        return finished.output
 
     def touched(self) -> list[str]:
         """Return the files that differ from the tree's, or are new."""

@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from forked import REPOSITORY
+from edited_copy import OTHER_TREE
+from forked import REPOSITORY, forked
 from transformers import core_model_loading, masking_utils
 
 import llama_ft
@@ -181,10 +182,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_run_without_a_name_ends_with_one_sentence() -> None:
-    finished = python(WITHOUT_A_NAME)
-    assert finished.returncode == 2
-    [line] = finished.stderr.splitlines()
+def test_a_run_without_a_name_ends_with_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_A_NAME)
+    finished = forked(OTHER_TREE, REPOSITORY, script)
+    assert finished.exit_code == 2
+    assert finished.output.count("error: ") == 1 and "Traceback" not in finished.output
+    [line] = [line for line in finished.output.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: Transformers ")
     assert "lacks core_model_loading.apply_converters, which reading checkpoints needs" in line
 

@@ -2,16 +2,14 @@
 answers as the hub."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
-from forked import ENVIRONMENT
+from conftest import REPOSITORY
+from edited_copy import OTHER_TREE
+from forked import forked
 
 COMMIT = "0" * 40
 FILES = {
@@ -36,9 +34,7 @@ def ask(name):
     except UserError as error:
         return str(error)
 
-for names in (sys.argv[1:], ["org/fine", "org/other"]):
-    print(json.dumps({name: ask(name) for name in names}), flush=True)
-    sys.stdin.readline()
+print(json.dumps({name: ask(name) for name in sys.argv[1:]}))
 """
 
 
@@ -98,16 +94,22 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_DISABLE_XET": "1"}
-    variables = {**os.environ, **ENVIRONMENT, **hub, "HF_HOME": str(tmp_path_factory.mktemp("hub"))}
-    command = [sys.executable, "-c", ASK, *REFUSALS, "my model", "org/fine", "org/old"]
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=variables) as process:
-        assert process.stdin is not None and process.stdout is not None
-        found = [json.loads(process.stdout.readline())]
-        server.shutdown()
-        server.server_close()
-        process.stdin.write("\n")
-        process.stdin.flush()
-        return [*found, json.loads(process.stdout.readline())]
+    folder = tmp_path_factory.mktemp("hub")
+    script = folder / "ask.py"
+    script.write_text(ASK)
+
+    def ask(*names: str) -> dict[str, str]:
+        finished = forked(
+            OTHER_TREE, REPOSITORY, script, *names, HF_HOME=str(folder / "home"), **hub
+        )
+        assert finished.exit_code == 0, finished.output
+        answers: dict[str, str] = json.loads(finished.output.splitlines()[-1])
+        return answers
+
+    while_it_answers = ask(*REFUSALS, "my model", "org/fine", "org/old")
+    server.shutdown()
+    server.server_close()
+    return [while_it_answers, ask("org/fine", "org/other")]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, run, write_rows
+from edited_copy import OTHER_TREE
+from forked import forked
 from pages import Page
 
 from llama_ft import door
@@ -111,8 +113,7 @@ def test_a_new_extension_is_its_folder_and_its_name(tiny_model: Path, tmp_path: 
     flags = f"--model_name {tiny_model} --dataset {tmp_path}/rows.jsonl --output_dir {output_dir}"
     others = "--context_length 64 --max_train_step 3 --no_plan --save_model no --waiting_file w.txt"
     recipe = copy / "recipes/finetuning.py"
-    command = [sys.executable, str(recipe), *flags.split(), *others.split()]
-    finished = run(command, PYTHONPATH=str(copy / "src"))
+    finished = forked(OTHER_TREE, copy, recipe, *flags.split(), *others.split())
 
     assert finished.exit_code == 0, finished.output
     assert len((output_dir / "w.txt").read_text().splitlines()) == 3

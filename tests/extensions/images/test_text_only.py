@@ -1,11 +1,10 @@
 """Runs whose samples are text import nothing of this extension, also if the model takes images."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from conftest import REPOSITORY, write_jsonl
+from conftest import RECIPE, write_jsonl
+from forked import forked
 from image_models import save_image_model, write_samples
 
 CODE = """
@@ -13,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer
+sys.path.insert(0, {recipes!r})
 import finetuning  # the recipe, with all that it imports
 from llama_ft.config import DataConfig
 from llama_ft.data import DataRequest, MediaModel, prepare
@@ -34,11 +34,10 @@ def test_the_extension_is_imported_by_the_first_sample_with_an_image(tmp_path: P
     with_images = write_samples(tmp_path / "images")
     rows = [json.loads(line) for line in with_images.read_text().splitlines()]
     text = write_jsonl(tmp_path / "text.jsonl", [rows[1], rows[3]])
-    arguments = [str(path) for path in (folder, text, with_images, tmp_path / "cache")]
-    command = [sys.executable, "-c", CODE, *arguments]
-    environment = {"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'recipes'}"}
-    said = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert said.returncode == 0, said.stderr
-    of_text, of_images = said.stdout.splitlines()
+    script = tmp_path / "script.py"
+    script.write_text(CODE.replace("{recipes!r}", repr(str(RECIPE.parent))))
+    finished = forked(script, folder, text, with_images, tmp_path / "cache")
+    assert finished.exit_code == 0, finished.output
+    of_text, of_images = finished.output.splitlines()[-2:]
     assert of_text == "False 0"
     assert of_images.startswith("True ") and int(of_images.split()[1]) > 5

@@ -81,10 +81,13 @@ def test_an_objective_of_the_pages_changes_two_files(
     assert len(copy.touched()) == 2
 
 
-@pytest.mark.slow
-def test_the_pair_loss_of_the_page_has_the_loss_of_its_formula(copy: EditedCopy) -> None:
+def test_the_pair_loss_of_the_page_has_the_loss_of_its_formula(
+    copy: EditedCopy, tmp_path: Path
+) -> None:
     add_pair_loss(copy)
-    copy.run("-c", LOAD + HINGE, "hinge", "simpo_gamma")
+    script = tmp_path / "check.py"
+    script.write_text(LOAD + HINGE)
+    copy.run(script, "hinge", "simpo_gamma")
 
 
 @pytest.mark.slow
@@ -92,7 +95,9 @@ def test_the_objective_of_the_page_trains_after_its_pass_over_another_model(
     copy: EditedCopy, tiny_model: Path, tmp_path: Path
 ) -> None:
     add_objective(copy)
-    copy.run("-c", LOAD + WITH_PASS, "scored", "beta")
+    script = tmp_path / "check.py"
+    script.write_text(LOAD + WITH_PASS)
+    copy.run(script, "scored", "beta")
     write_rows(tmp_path / "rows.jsonl", 8)
     flags = f"--model_name {tiny_model} --dataset {tmp_path}/rows.jsonl --context_length 64"
     flags += f" --objective scored --teacher_model {tiny_model} --device cpu --max_train_step 1"

@@ -115,5 +115,7 @@ def test_the_token_accuracy_is_added_by_changing_at_most_two_files(tmp_path: Pat
     added = 'return {"token_accuracy": (logits.argmax(-1) == targets).float()}'
     file = "src/llama_ft/training/objectives/base.py"
     edited.replace(file, "    return {}\n", f"    {added}\n")
-    edited.run("-c", CHECK)
+    script = tmp_path / "check.py"
+    script.write_text(CHECK)
+    edited.run(script)
     assert len(edited.touched()) <= 2
