@@ -12,7 +12,7 @@ MACHINE_AND_MODEL := import torch; from llama_ft.data.smollm2 import quickstart_
   print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2), *quickstart_model(), sep="\n")
 
 # Processes of `make test`.
-WORKERS ?= 2
+WORKERS ?= 3
 
 # Of the comparison with TRL. dpo begins with the result of lora.
 METHODS ?= lora,full,dpo
@@ -38,13 +38,12 @@ quickstart: $(VENV)/.installed $(VENV)/.smollm2
 	line 4; echo "$$@"; \
 	exec "$$@"
 
-# A file to each worker: tests mostly wait for ranks that wait for each other. The slow ones have time limits and need
-# the whole machine.
+# A file to each worker: tests mostly wait for ranks that wait for each other.
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-all: test $(VENV)/.smollm2
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The same fine-tuning here and in TRL, for which it makes an environment in the cache. Interrupted, it continues. One part
 # alone: make comparison METHODS=full COMPARISON=output/comparison-full

@@ -5,6 +5,7 @@ A new process that imports torch costs 5 to 8 s of a core. So many cases share o
 `forked` begins where imports have ended; `run`, `torchrun` and `recipe` are for what depends on
 Python's start or torchrun's agent."""
 
+import gc
 import importlib.util
 import json
 import logging
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 # Before torch is imported: the tests' tensors are tiny, and threads that wait for a busy core spin.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Also where the environment says otherwise: each new interpreter would compile the package again
+# (1 s), and each worker all tests (6 s).
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Tests started by nohup or by a service inherit that SIGHUP is ignored, those that a script starts
 # with & that SIGINT is, and so would the runs.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -178,6 +183,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return places.get(file.as_posix(), len(places))
 
     items.sort(key=place_of)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there now, a million objects, out of every garbage collection, also of forks."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

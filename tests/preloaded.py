@@ -36,8 +36,8 @@ def preload() -> None:
     from llama_ft.extensions.report.plot import TEMPLATES
 
     get_checkpoint_conversion_mapping("llama")  # compiles 1,000 expressions: 0.15 s
-    for name in ("run.html", "plot.html"):
-        TEMPLATES.get_template(name)  # 0.2 s
+    for name in TEMPLATES.list_templates(extensions=["html"]):
+        TEMPLATES.get_template(name)  # 0.2 s in all
 
 
 try:
