@@ -182,7 +182,7 @@ def write_config(folder: Path, model_name: str) -> Path:
 def write_llama(folder: Path, **settings: Any) -> Path:
     """config.json of a small Llama, or of another model by `settings`, and no weights."""
     shape = {
-        "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+        "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)

@@ -174,6 +174,6 @@ def kill_when(happened: Callable[[], Any], words: list[str], log: Path) -> None:
     """Start the recipe on 2 ranks, and kill both at once at a moment, as by kill -9."""
     running = start_forked(RECIPE, *words, output=log, ranks=2)
     while running.is_alive() and not happened():
-        time.sleep(0.01)
+        time.sleep(0.03)  # the server that is asked runs in this process
     running.send(signal.SIGKILL)
     running.wait(30)

@@ -88,11 +88,11 @@ def test_checkpoints_left_by_a_killed_run_are_deleted_at_the_next_start(
 def test_a_checkpoint_that_training_waits_for_is_written_without_copies(
     new_writer: Callable[..., CheckpointWriter], tmp_path: Path
 ) -> None:
-    model = torch.nn.Linear(4096, 4096)
+    model = torch.nn.Linear(3072, 3072)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4096)).sum().backward()
+    model(torch.ones(1, 3072)).sum().backward()
     optimizer.step()
-    state_bytes = 3 * 4 * 4096 * 4097
+    state_bytes = 3 * 4 * 3072 * 3073
     cpu = torch.device("cpu")
 
     def save(step: int, is_final: bool, **settings: bool) -> float:

@@ -56,7 +56,7 @@ def ask(tmp_path: Path, runtime: Ranks) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "adapter",
     [
-        {"target_modules": ["q_proj", "lm_head"]},
+        pytest.param({"target_modules": ["q_proj", "lm_head"]}, marks=pytest.mark.slow),
         {"target_modules": ["q_proj"], "trainable_token_indices": [5, 300]},
     ],
     ids=["LoRA on the head", "trained tokens"],

@@ -159,7 +159,8 @@ def test_the_workspace_of_the_memory_efficient_kernel_in_numbers(
     assert nbytes / 2**20 == pytest.approx(mebibytes)
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 3])
 def test_eager_attention_is_planned_with_all_its_scores(
     layers: int, plan: Plan, tmp_path: Path
 ) -> None:

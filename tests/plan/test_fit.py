@@ -177,6 +177,7 @@ def test_changes_that_keep_the_training_add_up_until_it_fits(
     assert alone.device_bytes <= room
 
 
+@pytest.mark.slow
 def test_twice_the_ranks_are_suggested_if_optimizer_states_do_not_fit(
     finetuning: ModuleType, shallow_model: Path
 ) -> None:
@@ -234,15 +235,19 @@ def test_cpu_offload_is_suggested_with_the_host_memory_it_needs(
     assert f"and {host} of host memory per rank" in text
 
 
-def test_no_suggestion_only_gives_up_more_than_another(
-    finetuning: ModuleType, shallow_model: Path
-) -> None:
+def test_a_change_gives_up_more_if_it_has_another_one_and_more() -> None:
     four_bit = {"use_peft": True, "mode": "4bit"}
     assert gives_up_more(four_bit | {"context_length": 64}, four_bit)
     assert gives_up_more(four_bit, {"use_peft": True})
     assert gives_up_more({"enable_fsdp": True, "--nproc": 4}, {"enable_fsdp": True, "--nproc": 2})
     assert not gives_up_more(four_bit, four_bit)
     assert not gives_up_more({"optimizer": "AdamW8bit"}, four_bit)
+
+
+@pytest.mark.slow
+def test_no_suggestion_only_gives_up_more_than_another(
+    finetuning: ModuleType, shallow_model: Path
+) -> None:
     line = "--context_length 256 --batch_size_training 1 --device cpu"
     request = request_for(line, 1, "cpu", shallow_model)
     planned = fitting.predict(request, finetuning.RECIPE)

@@ -200,23 +200,35 @@ def chosen(finetuning: ModuleType, folder: Path, room: float, *flags: str) -> An
     return config.train.activation_checkpointing, why, plan.device_bytes
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_auto_is_the_cheapest_that_fits(
-    finetuning: ModuleType, plan: Plan, folder: Path, same_plans: object
+    finetuning: ModuleType, folder: Path, same_plans: Plan
 ) -> None:
+    from llama_ft.config import load
+    from llama_ft.plan.types import PlanRequest
+
     ways = ("off", "selective", "full")
-    needs = {
-        how: plan(folder, 2, *FLAGS, "--activation_checkpointing", how).device_bytes for how in ways
-    }
+    needs = {}
+    for how in ways:
+        line = ["--model_name", str(folder), "--dataset", "demo", "--activation_checkpointing", how]
+        config, _ = load([*line, *FLAGS], paths=False)
+        request = PlanRequest(config, folder, 2, 2, "cpu")
+        needs[how] = same_plans(request, finetuning.RECIPE).device_bytes
     assert needs["off"] > needs["selective"] > needs["full"]
     for how in ways:
         choice, why, planned = chosen(finetuning, folder, int(needs[how] / 0.97) + 1)
         assert choice == how and planned == needs[how]
         assert why.startswith(f"{how} (planned: ") and why.count(", ") == ways.index(how)
     assert chosen(finetuning, folder, 2**20)[0] == "full"
-    choice, why, _ = chosen(
-        finetuning, folder, 2**20, "--fsdp_wrap_policy", "size", "--min_num_params", "1000"
-    )
-    assert choice == "full" and "selective" not in why, "where layers are no units"
+
+
+@pytest.mark.slow
+def test_selective_checkpointing_is_no_choice_if_layers_are_no_units(
+    finetuning: ModuleType, folder: Path
+) -> None:
+    by_size = ("--fsdp_wrap_policy", "size", "--min_num_params", "1000")
+    choice, why, _ = chosen(finetuning, folder, 2**20, *by_size)
+    assert choice == "full" and "selective" not in why
 
 
 def test_a_run_continues_with_a_torch_that_the_planner_does_not_know(

@@ -35,10 +35,10 @@ def plan(
 @pytest.mark.parametrize(
     ("objective", "quick"),
     [
-        ("dpo", True),
+        pytest.param("dpo", True, marks=pytest.mark.slow),
         pytest.param("dpo", False, marks=pytest.mark.slow),
         pytest.param("distill", True, marks=pytest.mark.slow),
-        ("distill", False),
+        pytest.param("distill", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_larger_other_model_is_planned(

@@ -103,9 +103,9 @@ def test_without_a_plan_an_upper_bound_decides(
     "flags",
     [
         "",
-        "--precision fp32 --batching_strategy padding",
+        pytest.param("--precision fp32 --batching_strategy padding", marks=pytest.mark.slow),
         "--use_peft --batch_size_training 2",
-        "--objective simpo --val_batch_size 8",
+        pytest.param("--objective simpo --val_batch_size 8", marks=pytest.mark.slow),
         "--save_steps 1",
     ],
 )

@@ -62,7 +62,8 @@ def test_a_part_is_a_file_and_a_line_and_sees_the_run_on_two_ranks(
     write_rows(tmp_path / "rows.jsonl", 12)
     run = tmp_path / "run"
     flags = f"--model_name {tiny_model} --dataset {tmp_path}/rows.jsonl --output_dir {run}"
-    settings = "--context_length 64 --max_train_step 3 --no_plan --save_model no --save_async false"
+    settings = "--context_length 64 --precision fp32 --max_train_step 3 --no_plan --save_model no"
+    settings += " --save_async false"
     finished = forked(copy, *flags.split(), *settings.split(), ranks=2)
 
     assert finished.exit_code == 0, finished.output

@@ -1,7 +1,9 @@
 """Runs of the recipe whose ranks share packed sequences, against runs of one process."""
 
+import functools
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +22,44 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def folder(save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each run on 2 ranks that share sequences and on one process; the first one is also resumed on
-    2 ranks that do not share."""
+    """A model and data."""
     folder = tmp_path_factory.mktemp("shared")
     save_model(folder / "base", hidden_size=64, intermediate_size=128)  # for blocks of 64
     write_tokenized(folder / "train.jsonl", [20 + 5 * (n % 9) for n in range(30)], seed=1)
     write_tokenized(folder / "validation.jsonl", [9 + n for n in range(9)], seed=2)
-    common = (
-        f"--model_name {folder}/base --precision fp32 --context_length 90 --lr 0.01 --num_epochs 9"
-    )
-    common += f" --max_train_step {STEPS} --batch_size_training 1 --gradient_accumulation_steps 2"
-    common += " --save_steps 2 --activation_checkpointing full --warmup_steps 0"
-    cases = []
-    alone = []
-    for name, flags in RUNS.items():
-        data = f"--dataset {folder}/train.jsonl --validation {folder}/validation.jsonl"
-        whole = f"{common} {data} {flags} --eval_steps {STEPS}".split()
-        shared = [*whole, "--enable_fsdp", "--sequence_parallel_size", "2"]
-        cases.append([*shared, "--output_dir", f"{folder}/{name}"])
-        alone.append([*whole, "--output_dir", f"{folder}/{name}-alone"])
-    checkpoint = f"{folder}/full/checkpoints/step-000002"
-    resumed = [*alone[0][:-2], "--enable_fsdp", "--resume", checkpoint]
-    cases.append([*resumed, "--output_dir", f"{folder}/resumed"])
-    run_cases(folder, cases, ranks=2, timeout=600)
-    run_cases(folder, alone, timeout=600)
     return folder
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_with_shared_sequences_has_the_losses_of_one_process(name: str, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def launches(folder: Path) -> Callable[[str], None]:
+    """Runs one of RUNS on 2 ranks that share sequences and on one process, once; the first one is
+    also resumed on 2 ranks that do not share."""
+
+    @functools.cache
+    def launch(name: str) -> None:
+        flags = f"--model_name {folder}/base --precision fp32 --context_length 90 --lr 0.01"
+        flags += f" --num_epochs 9 --max_train_step {STEPS} --batch_size_training 1"
+        flags += " --gradient_accumulation_steps 2 --save_steps 2 --warmup_steps 0"
+        flags += " --activation_checkpointing full"
+        flags += f" --dataset {folder}/train.jsonl --validation {folder}/validation.jsonl"
+        whole = f"{flags} {RUNS[name]} --eval_steps {STEPS}".split()
+        shared = [*whole, "--enable_fsdp", "--sequence_parallel_size", "2"]
+        cases = [[*shared, "--output_dir", f"{folder}/{name}"]]
+        if name == "full":
+            checkpoint = f"{folder}/full/checkpoints/step-000002"
+            resumed = [*whole, "--enable_fsdp", "--resume", checkpoint]
+            cases.append([*resumed, "--output_dir", f"{folder}/resumed"])
+        run_cases(folder, cases, ranks=2, timeout=600)
+        run_cases(folder, [[*whole, "--output_dir", f"{folder}/{name}-alone"]], timeout=600)
+
+    return launch
+
+
+@pytest.mark.parametrize("name", ["full", pytest.param("qlora", marks=pytest.mark.slow)])
+def test_a_run_with_shared_sequences_has_the_losses_of_one_process(
+    name: str, folder: Path, launches: Callable[[str], None]
+) -> None:
+    launches(name)
     alone = folder / f"{name}-alone"
     assert len(losses(alone)) == STEPS
     # nf4 dequantizes in fp32, and rounds nothing else
@@ -61,7 +72,10 @@ def test_a_run_with_shared_sequences_has_the_losses_of_one_process(name: str, fo
     assert series(folder / name, "tokens") == series(alone, "tokens")
 
 
-def test_a_run_continues_on_ranks_that_share_no_sequences(folder: Path) -> None:
+def test_a_run_continues_on_ranks_that_share_no_sequences(
+    folder: Path, launches: Callable[[str], None]
+) -> None:
+    launches("full")
     resumed = folder / "resumed"
     assert not (resumed / "checkpoints" / "step-000002").exists()  # it begins after step 2
     assert (resumed / "checkpoints" / "step-000004").exists()

@@ -71,6 +71,7 @@ def test_a_run_prints_few_lines_and_ends_with_commands_that_work(
 ) -> None:
     flags = f"--model_name {tiny_model} --dataset {rows70} --validation 0.2 --use_peft".split()
     flags += ["--max_train_step", "3", "--context_length", "256", "--device", "cpu"]
+    flags += ["--precision", "fp32"]
     cases = [
         [*flags, "--output_dir", f"{tmp_path}/{name}", *more]
         for name, *more in (("a",), ("b", "--quiet"))

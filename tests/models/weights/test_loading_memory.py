@@ -121,9 +121,9 @@ def bounds(way: str, target: str) -> list[int]:
 @pytest.mark.parametrize(
     ("way", "target"),
     [
-        ("slices", "4bit"),
+        ("slices", "fp32"),
         ("scatter", "fp32"),
-        pytest.param("slices", "fp32", marks=pytest.mark.slow),
+        pytest.param("slices", "4bit", marks=pytest.mark.slow),
         pytest.param("slices", "8bit", marks=pytest.mark.slow),
         pytest.param("scatter", "8bit", marks=pytest.mark.slow),
         pytest.param("scatter", "4bit", marks=pytest.mark.slow),

@@ -13,11 +13,11 @@ from image_models import (
     FOR_IMAGES,
     PADDED_ONLY,
     case,
+    image_model,
     model_of,
     norm,
     plain_inputs,
     plain_processor,
-    save_image_model,
     write_image,
 )
 from torch.nn import functional as F
@@ -89,8 +89,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pairs")
     (folder / "data").mkdir()
     write_pairs(folder / "data")
-    for family in FAMILIES:
-        save_image_model(folder / family, family)
     return folder
 
 
@@ -207,6 +205,7 @@ ALL = [
 def test_pairs_with_images_have_the_losses_of_a_plain_loop(
     work: Path, family: str, ranks: int, only: tuple[str, ...]
 ) -> None:
+    image_model(work / family, family)
     runs = runs_of(work, family, ranks)
     if only:
         runs = {name: flags for name, flags in runs.items() if name in only}
@@ -252,6 +251,7 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_pairs_with_images_are_reported_with_their_place(work: Path, kind: str) -> None:
     pairs = [json.loads(line) for line in (work / "data" / "pairs.jsonl").open()]
+    image_model(work / "LLaVA", "LLaVA")
     changed, message = BAD[kind]
     rejected = [{"role": "assistant", "content": "No"}]
     bad = {"chosen": [{"role": "assistant", "content": "Yes"}], "rejected": rejected, **changed}
@@ -274,7 +274,7 @@ def test_bad_pairs_with_images_are_reported_with_their_place(work: Path, kind: s
 def test_what_pairs_with_images_do_not_support_is_an_error(
     work: Path, flags: str, message: str
 ) -> None:
-    asked = flags.format(model=work / "LLaVA").split()
+    asked = flags.format(model=image_model(work / "LLaVA", "LLaVA")).split()
     run = case(work, "LLaVA", f"not supported {asked[1]}", 0, *asked)
     run[run.index("--dataset") + 1] = str(work / "data" / "pairs.jsonl")
     finished = forked(RECIPE, *run)
