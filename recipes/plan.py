@@ -88,9 +88,9 @@ def main(config: Config, options: PlanFlags) -> int:
 def print_longest(request: PlanRequest, options: PlanFlags) -> int:
     """Print the answer to --longest. Return the exit code: 0, or 4 if no length fits."""
     report = partial(print, file=sys.stderr, flush=True)
-    rows = find_longest(request, RECIPE, options.longest or (), report)
-    values = {"longest": [row._asdict() for row in rows]}
-    text = describe_longest(rows, options.nproc)
+    rows, is_quadratic = find_longest(request, RECIPE, options, report)
+    values = {"longest": [row._asdict() for row in rows], "is_quadratic": is_quadratic}
+    text = describe_longest(rows, is_quadratic, options.nproc)
     print(json.dumps(values) if options.json else text, flush=True)
     return 0 if any(row.tokens for row in rows) else 4
 

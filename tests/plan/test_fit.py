@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from model_shapes import write_config
@@ -12,17 +12,15 @@ from model_shapes import write_config
 from llama_ft.config import Config, load, to_yaml
 from llama_ft.config.wording.messages import size_text
 from llama_ft.plan import fit as fitting
+from llama_ft.plan.changes import SAVINGS, apply_changes, ladder
 from llama_ft.plan.fit import (
     USABLE,
     Fit,
-    apply_changes,
     choose_checkpointing,
     choose_settings,
     describe_fits,
     find_fits,
     gives_up_more,
-    ladder,
-    offload_note,
 )
 from llama_ft.plan.flags import device_bytes
 from llama_ft.plan.preflight import resolve_checkpointing
@@ -199,7 +197,8 @@ def test_ranks_share_sequences_if_activations_do_not_fit(
     finetuning: ModuleType, shallow_model: Path
 ) -> None:
     line = "--context_length 512 --batch_size_training 1 --use_peft --activation_checkpointing full"
-    request = request_for(f"{line} --enable_fsdp", 2, folder=shallow_model)
+    line = f"{line} --enable_fsdp --device cpu"  # a GPU would offload them first
+    request = request_for(line, 2, "cpu", shallow_model)
     planned = fitting.predict(request, finetuning.RECIPE, quick=True)
     tensors = planned.device_bytes - planned.outside_bytes
     room = int((planned.outside_bytes + 0.95 * tensors) / USABLE)
@@ -307,26 +306,28 @@ def test_one_gpu_casts_weights_once_per_step_if_that_fits(
 
 
 @pytest.mark.parametrize(
-    ("line", "device", "noted"),
+    ("line", "device", "is_tried"),
     [
-        ("--batch_size_training 4", "cuda", "2 layers x 512 tokens x 64 x 2 bytes = 0.1 MiB"),
-        (
-            "--precision fp32 --batch_size_training 1",
-            "cuda",
-            "2 layers x 2,048 tokens x 64 x 4 bytes = 1.0 MiB",
-        ),
-        ("--activation_checkpointing full --activation_offload", "cuda", ""),
-        ("--compile", "cuda", ""),
-        ("--device cpu", "cpu", ""),
+        ("--batch_size_training 4", "cuda", True),
+        ("--activation_checkpointing full --activation_offload", "cuda", False),
+        ("--device cpu", "cpu", False),
     ],
 )
-def test_what_offloaded_activations_move_is_named_but_not_tried(
-    line: str, device: str, noted: str, shallow_model: Path
+def test_activations_are_offloaded_from_gpus_only(
+    line: str, device: str, is_tried: bool, shallow_model: Path
 ) -> None:
-    planned = SimpleNamespace(tokens=2048)
-    note = offload_note(request_for(line, 1, device, shallow_model), planned)  # type: ignore[arg-type]
-    assert noted in note and bool(note) == bool(noted)
-    assert not note or "Not tried" in note
+    cheap, _ = ladder(request_for(line, 1, device, shallow_model))
+    assert any("activation_offload" in change for change, _ in cheap) == is_tried
+
+
+def test_a_setting_that_can_be_auto_takes_each_value_of_its_saving() -> None:
+    for saving in SAVINGS:
+        if not saving.setting:
+            continue
+        assert saving.without_plan in saving.auto
+        for value in saving.auto:
+            config = request_for(f"--{saving.setting} {value} --enable_fsdp").config
+            assert getattr(config.train, saving.setting) == value
 
 
 def test_mlps_are_tiled_only_if_nothing_else_fits(

@@ -1,21 +1,32 @@
 """The longest packed sequence that fits: what is printed was planned, fits, and is nearly the limit."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import REPOSITORY
 
 from llama_ft.config import load
 from llama_ft.errors import UserError
+from llama_ft.plan.changes import methods_of
 from llama_ft.plan.fit import USABLE
-from llama_ft.plan.flags import USUAL_GPUS, device_bytes, read_plan_flags
-from llama_ft.plan.longest import CLOSE, Longest, describe_longest, find_longest, methods_of
-from llama_ft.plan.predict import predict
+from llama_ft.plan.flags import USUAL_GPUS, PlanFlags, device_bytes, read_plan_flags
+from llama_ft.plan.longest import (
+    CLOSE,
+    MULTIPLE,
+    Longest,
+    Method,
+    Room,
+    describe_longest,
+    find_longest,
+)
+from llama_ft.plan.predict import predict, predict_lengths
 from llama_ft.plan.types import PlanRequest
 
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
+DEMO = REPOSITORY / "configs" / "demo.yaml"
 GPU = "1500MiB"  # a GiB of it is CUDA's and NCCL's
 
 
@@ -34,33 +45,41 @@ def request_for(model: Path, *flags: str, ranks: int = 1, device: str = "cuda") 
 @pytest.fixture(scope="module")
 def rows(model: Path, finetuning: ModuleType) -> list[Longest]:
     request = request_for(model, "--precision", "bf16_pure", "--batch_size_training", "4", ranks=2)
-    return find_longest(request, finetuning.RECIPE, [GPU], lambda text: None)
+    options = PlanFlags(longest=[GPU])
+    found, is_quadratic = find_longest(request, finetuning.RECIPE, options, lambda text: None)
+    assert not is_quadratic
+    return found
 
 
 @pytest.mark.slow
 def test_each_method_allows_longer_sequences_than_the_one_before(rows: list[Longest]) -> None:
-    flags = [" ".join(row.flags) for row in rows]
-    assert flags == [
+    added = [
         "",
+        "--enable_fsdp",
         "--activation_checkpointing full",
-        "--activation_checkpointing full --activation_offload",
-        "--activation_checkpointing full --activation_offload --enable_fsdp --sequence_parallel_size 2",
+        "--tiled_mlp 2048",
+        "--activation_offload",
+        "--sequence_parallel_size 2",
     ]
+    before: list[str] = []
+    for row, flag in zip(rows, added, strict=True):
+        assert set(row.flags) == {*before, *([flag] if flag else [])}
+        before = row.flags
     lengths = [row.tokens for row in rows]
     assert lengths == sorted(lengths)
     assert lengths[0] > 0
     # two ranks share each sequence, and hardly anything else is there
-    assert lengths[3] > 1.8 * lengths[2]
+    assert lengths[5] > 1.8 * lengths[4]
     assert all(row.beyond for row in rows)  # the model has 256 positions
     assert rows[0].limits
-    assert rows[2].host_bytes > rows[1].host_bytes
+    assert rows[4].host_bytes > rows[3].host_bytes
 
 
 @pytest.mark.slow
 def test_the_length_fits_and_a_little_more_does_not(
     rows: list[Longest], model: Path, finetuning: ModuleType
 ) -> None:
-    row = rows[1]
+    row = rows[2]
     flags = [*" ".join(row.flags).split(), "--precision", "bf16_pure", "--batch_size_training", "1"]
     request = request_for(model, *flags, "--val_batch_size", "1", ranks=2)
 
@@ -74,27 +93,78 @@ def test_the_length_fits_and_a_little_more_does_not(
 def test_the_table_says_what_a_length_needs() -> None:
     rows = [
         Longest("rtx4090", [], 78_464, ["activations"], 2**30, True),
-        Longest("rtx4080", ["--activation_checkpointing full"], 0, [], 0, False),
+        Longest("rtx4080", ["--activation_checkpointing full"], 0, ["weights"], 0),
     ]
-    lines = describe_longest(rows, 1).splitlines()
+    lines = describe_longest(rows, False, 1).splitlines()
     assert "one GPU" in lines[0]
     assert lines[2].split() == [
         *("rtx4090 78,464* activations 1.00 GiB the settings as they are".split())
     ]
     assert "none" in lines[3] and "weights" in lines[3]
     assert lines[4].startswith("* above the positions of the model")
+    assert "square of the length" not in describe_longest(rows, False, 1)
+    assert "square of the length" in describe_longest(rows, True, 1)
+
+
+def test_plans_of_several_lengths_are_those_of_each_length(
+    model: Path, finetuning: ModuleType
+) -> None:
+    lengths = [20_000, 300, 8192]
+    flags = "--precision bf16_pure --activation_checkpointing full --tiled_mlp 1024 --enable_fsdp"
+    flags += " --sequence_parallel_size 2 --batch_size_training 1"
+    request = request_for(model, *flags.split(), ranks=2)
+    together = predict_lengths(request, finetuning.RECIPE, lengths, quick=False)
+    for length, plan in zip(lengths, together, strict=True):
+        alone = dataclasses.replace(request, pack_length=length)
+        assert plan == predict(alone, finetuning.RECIPE)
+
+
+def test_a_plan_of_a_few_pieces_has_the_memory_of_all(
+    model: Path, finetuning: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = "--precision bf16_pure --activation_checkpointing full --tiled_mlp 64"
+    request = request_for(model, *flags.split(), "--batch_size_training", "1", device="cpu")
+    request = dataclasses.replace(request, pack_length=20_000)
+    few = predict(request, finetuning.RECIPE)
+    monkeypatch.setattr("llama_ft.plan.predict.sampled_pieces", contextlib.nullcontext)
+    assert predict(request, finetuning.RECIPE) == few
+
+
+def test_host_memory_can_be_what_limits_the_length(model: Path, finetuning: ModuleType) -> None:
+    flags = "--precision bf16_pure --activation_checkpointing full --activation_offload"
+    request = request_for(model, *flags.split(), "--batch_size_training", "1")
+    method = Method(request, finetuning.RECIPE, [])
+    rooms = [Room(device_bytes(GPU), 8 * 2**20), Room(device_bytes(GPU), float("inf"))]
+    limited, free = method.search(rooms)
+    assert 0 < limited < free
+    assert method.describe(GPU, limited, rooms[0]).limits == ["host memory"]
+    assert method.describe(GPU, free, rooms[1]).limits == ["activations"]
+    [fits, more] = predict_lengths(
+        request, finetuning.RECIPE, [limited, round(limited * CLOSE) + MULTIPLE], quick=False
+    )
+    assert fits.host_bytes <= 8 * 2**20 < more.host_bytes
+
+
+@pytest.mark.parametrize(("implementation", "expected"), [("sdpa", False), ("eager", True)])
+def test_models_without_a_fused_kernel_are_quadratic(
+    implementation: str, expected: bool, model: Path, finetuning: ModuleType
+) -> None:
+    request = request_for(model, "--attn_implementation", implementation)
+    assert Method(request, finetuning.RECIPE, []).is_quadratic() == expected
 
 
 def test_padding_has_no_longest_sequence(model: Path, finetuning: ModuleType) -> None:
     request = request_for(model, "--batching_strategy", "padding")
     with pytest.raises(UserError, match="--longest: packed sequences are planned"):
-        find_longest(request, finetuning.RECIPE, [GPU], print)
+        find_longest(request, finetuning.RECIPE, PlanFlags(longest=[GPU]), print)
 
 
 def test_on_the_cpu_nothing_is_offloaded(model: Path) -> None:
-    assert methods_of(request_for(model, device="cpu")) == [
+    request = dataclasses.replace(request_for(model, device="cpu"), pack_length=2**20)
+    assert methods_of(request) == [
         {},
         {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "tiled_mlp": 2048},
     ]
 
 
@@ -107,5 +177,11 @@ def test_the_flag_takes_gpus_and_sizes() -> None:
     assert read("--nproc 2") is None
     with pytest.raises(UserError, match="--longest h10: expected the memory of a rank"):
         read("--longest h10")
+    options = read_plan_flags("--longest h100 --host_memory 64GiB".split(), DEMO)[2]
+    assert options.host_bytes == 64 * 2**30
+    with pytest.raises(UserError, match="--host_memory: has no effect without --longest"):
+        read("--host_memory 64GiB")
+    with pytest.raises(UserError, match="--host_memory.*expected a size such as"):
+        read("--longest h100 --host_memory lots")
     with pytest.raises(UserError, match="--longest: cannot be combined with --fit"):
         read("--longest h100 --fit h100")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from model_shapes import write_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 
+from llama_ft.config import TrainConfig
 from llama_ft.extensions.images.planned_images import PlannedImages
+from llama_ft.models import BuiltModel, checkpoint_activations
 
 VOCABULARY = 1000
 HIDDEN = 64
@@ -453,6 +456,36 @@ def test_cpu_offload_leaves_unsharded_units_and_activations_on_the_device(
     )
     assert held(gone, "forward")["activations"] == held(kept, "forward")["activations"]
     assert gone.host_save_bytes > kept.host_save_bytes
+
+
+def test_as_many_bytes_are_offloaded_as_planned(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU a copy on the CPU stands in for the one in pinned memory."""
+    folder = write_llama(tmp_path / "model", max_position_embeddings=512)
+    flags = "--precision fp32 --activation_checkpointing full --activation_offload"
+    size = "--batch_size_training 1 --context_length 300"
+    planned = plan(folder, 1, *flags.split(), *size.split(), device="cuda")
+    moved = {"to the host": 0, "back": 0}
+
+    class Copy(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, **_: object) -> None:
+            super().__init__(partial(self.copy, "to the host"), partial(self.copy, "back"))
+
+        def copy(self, way: str, tensor: torch.Tensor) -> torch.Tensor:
+            moved[way] += 1 << max(0, tensor.nbytes - 1).bit_length()  # as torch pins memory
+            return tensor.clone()
+
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", Copy)
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    train = TrainConfig(activation_checkpointing="full", activation_offload=True)
+    checkpoint_activations(BuiltModel(model), train)
+    ids = torch.zeros(1, 300, dtype=torch.int64)
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
+    assert moved["to the host"] == pytest.approx(LAYERS * 2**17, abs=8)  # of 300 x 64 x 4 bytes
+    assert moved["back"] == moved["to the host"]
+    assert planned.host_activation_bytes == pytest.approx(moved["to the host"], abs=8)
 
 
 def test_checkpoint_copies_take_host_memory_and_no_gpu_memory(plan: Plan, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line of recipes/plan.py: the training recipe's, and a few flags of its own."""
 
 import difflib
+import math
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from llama_ft.config.reading.load import load
 from llama_ft.config.reading.parse import words_of
 from llama_ft.config.reading.tool_flags import check, read
 from llama_ft.config.settings.settings import Config, settings_of
-from llama_ft.config.value_types import STRICT, Count, CountOrZero, parse_size
+from llama_ft.config.value_types import STRICT, Count, CountOrZero, Size, parse_size
 from llama_ft.errors import UserError
 
 RANKS_OF_A_NODE = 8
@@ -82,6 +83,9 @@ class PlanFlags:
     """Print the longest packed sequence that fits each of these GPUs or sizes (rtx4090,80GiB), with
     what can be changed for it. Without a value: of 16, 24, 48 and 80 GB."""
 
+    host_memory: Size | None = None
+    """Host memory of a node (128GiB): --longest finds lengths that fit it, too. If not given: unlimited."""
+
     images: CountOrZero = 0
     """Images in each packed sequence, or in each padded sample; 0: text only."""
 
@@ -92,7 +96,9 @@ class PlanFlags:
     json: bool = False
     """Print the plan as JSON."""
 
-    fit_bytes: ClassVar[int] = 0  # not a flag: the size that fit means
+    # not flags: the sizes that fit and host_memory mean
+    fit_bytes: ClassVar[int] = 0
+    host_bytes: ClassVar[float] = math.inf
 
     @property
     def gpu(self) -> str:
@@ -130,6 +136,8 @@ def read_plan_flags(
         options.fit_bytes = device_bytes(options.fit) if options.fit else 0
         for gpu in options.longest or ():
             device_bytes(gpu, "--longest")
+        if options.host_memory:
+            options.host_bytes = parse_size(options.host_memory)
     except UserError as failure:
         raise UserError(*errors, *failure.messages) from None
     if options.gpu in WITHOUT_BF16 and config.train.precision.startswith("bf16"):
@@ -141,6 +149,8 @@ def read_plan_flags(
         )
     if options.image_tokens and not options.images:
         errors.append("--image_tokens: has no effect without --images.")
+    if options.host_memory and not options.longest:
+        errors.append("--host_memory: has no effect without --longest.")
     if options.longest and options.fit:
         errors.append("--longest: cannot be combined with --fit. Remove one.")
     check(errors)

@@ -1,29 +1,39 @@
 """The longest packed sequence that fits a GPU (llama-ft plan --longest), by a search over plans.
 
-Memory grows with the length, and nearly in proportion to it. So the search interpolates between the
-longest planned length that fits and the shortest that does not, until they are 2% apart. The plans of
-a method serve all GPUs. What is printed was planned itself, and fits.
+Memory grows nearly in proportion to the length. So a line through two plans tells where it reaches
+the limit of a GPU. The lengths a little below and above are planned themselves; if they do not enclose
+the limit, the search continues from them. What is printed was planned, and fits.
+
+Each method is planned for all GPUs together, several lengths with one model: building it takes most
+of the time of a plan.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from llama_ft import models
 from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import UserError
-from llama_ft.phases import MemoryCategory
-from llama_ft.plan.fit import USABLE, apply_changes
-from llama_ft.plan.flags import device_bytes
-from llama_ft.plan.predict import predict
+from llama_ft.plan.changes import apply_changes, auto_settings, methods_of
+from llama_ft.plan.fit import USABLE
+from llama_ft.plan.flags import PlanFlags, device_bytes
+from llama_ft.plan.predict import predict_lengths
 from llama_ft.plan.types import Plan, PlanRequest, Recipe
 
-FIRST_LENGTHS = (2048, 16_384)  # planned first
+FIRST_LENGTHS = (16_384, 65_536)  # planned first
 SHORTEST = 512
 MULTIPLE = 64  # lengths are multiples of it
 LONGEST = 64 * 2**20
 CLOSE = 1.02  # a length that does not fit over one that fits: the search ends
+BELOW = 0.995  # what is planned, times the length at which a line reaches the limit
+# The middle is planned, too, if what fits and what does not are further apart: pinned host memory grows
+# in steps, by powers of two.
+WIDE = 1.2
 LARGE = 0.4  # share of the growth: a category that limits the length
+# Memory per token from 32,768 to 65,536 tokens over that from 16,384 to 32,768: 1 if memory grows in
+# proportion to the length, 2 if it grows with the square.
+QUADRATIC = 1.3
 
 Change = dict[str, Any]  # settings by field name
 
@@ -35,7 +45,7 @@ class Longest(NamedTuple):
         gpu: as it was asked for.
         flags: what the method changes, as on a command line; empty: the run as it is.
         tokens: of the longest packed sequence that fits; 0: not even 512 tokens do.
-        limits: the categories of memory that grow most with the length.
+        limits: what grows most with the length, or the host memory.
         host_bytes: host memory per rank for tensors at this length.
         beyond: the length is above the model's positions.
     """
@@ -43,12 +53,27 @@ class Longest(NamedTuple):
     gpu: str
     flags: list[str]
     tokens: int
-    limits: list[MemoryCategory]
+    limits: list[str]
     host_bytes: int
-    beyond: bool
+    beyond: bool = False
 
 
-class _Method:
+class Room(NamedTuple):
+    """Bytes of a rank's memory that a plan may take."""
+
+    device: float
+    host: float
+
+    def has(self, plan: Plan) -> bool:
+        """Return whether a plan fits."""
+        return self.share(plan) <= 1
+
+    def share(self, plan: Plan) -> float:
+        """Return the larger of the shares that a plan takes of the device and of the host."""
+        return max(plan.device_bytes / self.device, plan.host_bytes / self.host)
+
+
+class Method:
     """Plans of one method at several lengths."""
 
     def __init__(self, request: PlanRequest, recipe: Recipe, flags: list[str]) -> None:
@@ -57,71 +82,111 @@ class _Method:
         self._recipe = recipe
         self._plans: dict[int, Plan] = {}
 
-    def plan(self, tokens: int) -> Plan:
-        """Return the plan of packed sequences of this length."""
-        if tokens not in self._plans:
-            request = dataclasses.replace(self._request, pack_length=tokens)
-            self._plans[tokens] = predict(request, self._recipe, quick=True)
-        return self._plans[tokens]
+    def plan(self, lengths: Iterable[int]) -> None:
+        """Plan packed sequences of these lengths."""
+        new = sorted(set(lengths) - self._plans.keys())
+        plans = predict_lengths(self._request, self._recipe, new, quick=True)
+        self._plans.update(zip(new, plans, strict=True))
 
-    def fits(self, tokens: int, room: float) -> bool:
-        """Return whether sequences of this length fit a device of `room` bytes."""
-        return self.plan(tokens).device_bytes <= USABLE * room
-
-    def search(self, room: float) -> int:
-        """Return the longest length that fits, 0 if 512 tokens do not."""
-        for length in FIRST_LENGTHS:
-            self.plan(length)
-        if not self.fits(SHORTEST, room):
-            return 0
+    def search(self, rooms: Sequence[Room]) -> list[int]:
+        """Return the longest length for each room, 0 if 512 tokens do not fit."""
+        self.plan(FIRST_LENGTHS)
         while True:
-            lengths = sorted(self._plans)
-            fitting = [length for length in lengths if self.fits(length, room)]
-            below = fitting[-1]
-            above = next((length for length in lengths if length > below), LONGEST)
-            if above <= max(below * CLOSE, below + MULTIPLE) or below >= LONGEST:
-                return below
-            self.plan(self._next(below, above, room))
+            lengths = [length for room in rooms for length in self._next(room)]
+            if not lengths:
+                break
+            self.plan(lengths)
+        return [max(self._fitting(room), default=0) for room in rooms]
 
-    def _next(self, below: int, above: int, room: float) -> int:
-        """Return a length between one that fits and one that does not, or was not planned: where a
-        line through two plans reaches the limit, and a little less or more, so that both ends
-        move."""
-        limit = USABLE * room
+    def _fitting(self, room: Room) -> list[int]:
+        return [length for length in sorted(self._plans) if room.has(self._plans[length])]
+
+    def _next(self, room: Room) -> list[int]:
+        """Return the lengths to plan next; none if the longest that fits is known."""
         lengths = sorted(self._plans)
-        if above in self._plans:
-            first, second = below, above
-        else:
-            first, second = lengths[lengths.index(below) - 1], below
-        start = self.plan(first).device_bytes
-        slope = (self.plan(second).device_bytes - start) / (second - first)
-        at_limit = first + (limit - start) / slope if slope > 0 else 2 * below
-        guess = at_limit * (0.995 if at_limit - below > above - at_limit else 1.005)
-        rounded = round(guess / MULTIPLE) * MULTIPLE
-        if above not in self._plans:
-            return max(below + MULTIPLE, min(rounded, 8 * below, LONGEST))
-        return max(below + MULTIPLE, min(rounded, above - MULTIPLE))
+        fitting = self._fitting(room)
+        if not fitting:
+            return [] if SHORTEST in lengths else [SHORTEST]
+        below = fitting[-1]
+        longer = [length for length in lengths if length > below]
+        nearly = max(below * CLOSE, below + MULTIPLE)
+        is_found = longer and longer[0] <= nearly or self._least_share(nearly, room) > 1
+        if below >= LONGEST or is_found:
+            return []
+        most = longer[0] - MULTIPLE if longer else min(8 * below, LONGEST)
+        # through the two that enclose the limit, else the two longest
+        first, second = (below, longer[0]) if longer else lengths[-2:]
+        start = room.share(self._plans[first])
+        slope = (room.share(self._plans[second]) - start) / (second - first)
+        at_limit = first + (1 - start) / slope if slope > 0 else most
+        guesses = [round(at_limit * BELOW / MULTIPLE) * MULTIPLE]
+        if longer and longer[0] > WIDE * below:
+            guesses.append((below + longer[0]) // (2 * MULTIPLE) * MULTIPLE)
+        return [max(below + MULTIPLE, min(guess, most)) for guess in guesses]
 
-    def limits(self, tokens: int) -> list[MemoryCategory]:
-        """Return the categories that grow most up to this length, at its peak."""
-        shorter = min(self._plans)
-        peak = self.plan(tokens).peak
-        before = next(each.holders for each in self.plan(shorter).peaks if each.phase == peak.phase)
+    def _least_share(self, tokens: float, room: Room) -> float:
+        """Return the least share of the device that sequences of `tokens` can take: memory is the
+        largest of several sums that grow with the length, so it grows at least as fast as between
+        the two longest plans that fit."""
+        fitting = self._fitting(room)
+        if len(fitting) < 2:
+            return 0
+        first, second = fitting[-2:]
+        start, end = (self._plans[length].device_bytes for length in (first, second))
+        slope = (end - start) / (second - first)
+        return (end + slope * (tokens - second)) / room.device
+
+    def is_quadratic(self) -> bool:
+        """Return whether memory grows with the square of the length."""
+        first, last = FIRST_LENGTHS
+        middle = 2 * first
+        self.plan([first, middle, last])
+        sizes = [self._plans[length].peak.bytes for length in (first, middle, last)]
+        one, more = sizes[1] - sizes[0], sizes[2] - sizes[1]
+        return more > QUADRATIC * one * (last - middle) / (middle - first)
+
+    def describe(self, gpu: str, tokens: int, room: Room) -> Longest:
+        """Return the row of the table for a length that was found."""
+        if not tokens:
+            return Longest(gpu, self.flags, 0, self._limits_of_none(room), 0)
+        plan = self._plans[tokens]
+        limits = ["host memory"]
+        if plan.device_bytes / room.device >= plan.host_bytes / room.host:
+            limits = self._limits(tokens)
+        return Longest(gpu, self.flags, tokens, limits, plan.host_bytes)
+
+    def _limits_of_none(self, room: Room) -> list[str]:
+        plan = self._plans[SHORTEST]
+        return ["host memory"] if plan.device_bytes <= room.device else ["weights"]
+
+    def _limits(self, tokens: int) -> list[str]:
+        """Return what grows most up to this length, at its peak."""
+        peak = self._plans[tokens].peak
+        shorter = self._plans[min(self._plans)]
+        before = next(each.holders for each in shorter.peaks if each.phase == peak.phase)
         growth = {name: size - before[name] for name, size in peak.holders.items()}
         total = sum(value for value in growth.values() if value > 0) or 1
         largest = sorted(growth, key=lambda name: -growth[name])
-        return [name for name in largest if growth[name] >= LARGE * total] or largest[:1]
+        limits = [name for name in largest if growth[name] >= LARGE * total] or largest[:1]
+        # Of operators: on a GPU, products of an 8-bit base and attention make such that grow with
+        # the length.
+        is_attention = self._request.device == "cuda"
+        is_attention &= self._request.config.quantization.mode != "8bit"
+        names = {"temporaries": "attention workspace" if is_attention else "temporaries"}
+        names["logits and loss"] = "logits"
+        return [names.get(name, name) for name in limits]
 
 
 def find_longest(
-    request: PlanRequest, recipe: Recipe, gpus: Sequence[str], report: Callable[[str], Any]
-) -> list[Longest]:
-    """Return the longest sequences, by GPU and then by method.
+    request: PlanRequest, recipe: Recipe, options: PlanFlags, report: Callable[[str], Any]
+) -> tuple[list[Longest], bool]:
+    """Return the longest sequences, by GPU and then by method, and whether memory grows with the square
+    of the length.
 
     Args:
         request: the run. Its micro-batches become one packed sequence.
         recipe: the functions that a plan runs.
-        gpus: names of GPUs, or sizes, as for --fit.
+        options: with the GPUs, and the host memory of a node.
         report: called with a text about each method.
 
     Raises:
@@ -131,63 +196,58 @@ def find_longest(
         raise UserError(
             "--longest: packed sequences are planned, but batching_strategy is padding. Leave it out."
         )
+    gpus = options.longest or ()
+    host = options.host_bytes / request.local_world_size
+    rooms = [Room(USABLE * device_bytes(gpu), host) for gpu in gpus]
+    positions = find_positions(request)
+    results = list[tuple[Method, list[int]]]()
+    for method in find_methods(request, recipe):
+        words = " ".join(method.flags)
+        try:
+            lengths = method.search(rooms)
+        except UserError as error:
+            if not words:
+                raise
+            report(f"{words}: {error}")
+            continue
+        texts = [f"{gpu} {tokens:,}" for gpu, tokens in zip(gpus, lengths, strict=True)]
+        report(f"{words or 'as it is'}: {', '.join(texts)} tokens")
+        results.append((method, lengths))
+    rows = []
+    for number, gpu in enumerate(gpus):
+        for method, lengths in results:
+            row = method.describe(gpu, lengths[number], rooms[number])
+            rows.append(row._replace(beyond=row.tokens > positions))
+    first_method, _ = results[0]
+    return rows, first_method.is_quadratic()
+
+
+def find_methods(request: PlanRequest, recipe: Recipe) -> list[Method]:
+    """Return the run with micro-batches of one sequence, and changed as in `methods_of`."""
     one: Change = {"batch_size_training": 1, "val_batch_size": 1, "gradient_accumulation_steps": 1}
-    if request.config.train.activation_checkpointing == "auto":
-        one["activation_checkpointing"] = "off"
+    one |= {saving.setting: saving.auto[0] for saving in auto_settings(request.config)}
     config, _, _ = apply_changes(request, [(one, "")])
     assert config is not None
-    base = dataclasses.replace(request, config=config)
-    methods = list[_Method]()
+    base = dataclasses.replace(request, config=config, pack_length=LONGEST)
+    methods = list[Method]()
     for change in methods_of(base):
         changed, _, flags = apply_changes(base, [(change, "")])
         if changed is None or (change and not flags):
             continue  # the run would reject these settings, or has them already
-        method = _Method(dataclasses.replace(base, config=changed), recipe, flags)
-        try:
-            method.plan(FIRST_LENGTHS[0])
-        except UserError as error:
-            if not change:
-                raise
-            report(f"{' '.join(flags)}: {error}")
-            continue
-        methods.append(method)
-    positions = _positions(request)
-    rows = list[Longest]()
-    for gpu in gpus:
-        for method in methods:
-            tokens = method.search(device_bytes(gpu))
-            report(f"{gpu} {' '.join(method.flags) or 'as it is'}: {tokens:,} tokens")
-            limits: list[MemoryCategory] = method.limits(tokens) if tokens else []
-            host = method.plan(tokens).host_bytes if tokens else 0
-            rows.append(Longest(gpu, method.flags, tokens, limits, host, tokens > positions))
-    return rows
-
-
-def methods_of(request: PlanRequest) -> list[Change]:
-    """Return what is changed, each more than the one before: nothing, activation checkpointing,
-    offloaded activations, and shared sequences."""
-    methods: list[Change] = [{}]
-    best: Change = {"activation_checkpointing": "full"}
-    methods.append(best)
-    if request.device == "cuda":
-        best = best | {"activation_offload": True}
-        methods.append(best)
-    size = 2
-    while request.world_size % size == 0:
-        methods.append(best | {"enable_fsdp": True, "sequence_parallel_size": size})
-        size *= 2
+        methods.append(Method(dataclasses.replace(base, config=changed), recipe, flags))
     return methods
 
 
-def _positions(request: PlanRequest) -> float:
+def find_positions(request: PlanRequest) -> float:
+    """Return the number of positions of the model, inf if it has no limit."""
     config = request.config.model
     model_config = models.load_model_config(request.folder, config.trust_remote_code)
     longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return longest or float("inf")
 
 
-def describe_longest(rows: Sequence[Longest], ranks: int) -> str:
-    """Return the table, with notes below."""
+def describe_longest(rows: Sequence[Longest], is_quadratic: bool, ranks: int) -> str:
+    """Return the table, with notes below. For the arguments see `find_longest`; `ranks` of the run."""
     on = f"{ranks} GPUs" if ranks > 1 else "one GPU"
     lines = [f"Longest packed sequence in tokens, on {on} with micro-batches of one sequence:"]
     titles = ("GPU", "tokens", "limited by", "host memory", "with")
@@ -198,7 +258,7 @@ def describe_longest(rows: Sequence[Longest], ranks: int) -> str:
             (
                 row.gpu,
                 f"{row.tokens:,}{mark}" if row.tokens else "none",
-                ", ".join(row.limits) or "weights",
+                ", ".join(row.limits),
                 size_text(row.host_bytes),
                 " ".join(row.flags) or "the settings as they are",
             )
@@ -212,6 +272,11 @@ def describe_longest(rows: Sequence[Longest], ranks: int) -> str:
     if any(row.beyond for row in rows):
         lines.append(
             "* above the positions of the model: it needs a scaled RoPE in config.json, and training at that length."
+        )
+    if is_quadratic:
+        lines.append(
+            "Memory grows with the square of the length: attention has no fused kernel for this model, and its "
+            "scores of tokens x tokens take the memory."
         )
     lines.append("Each length was planned, and fits 97% of the GPU's memory. 2% more does not.")
     return "\n".join(lines)

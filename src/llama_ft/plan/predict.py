@@ -2,10 +2,10 @@
 tensors."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,14 @@ from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch, StepBatches
 from llama_ft.data.batches.prefetch import STEPS_AHEAD
 from llama_ft.data.media import media_reader
-from llama_ft.export import save_dtype
 from llama_ft.models.base.attention_kernels import AMPERE, T4
-from llama_ft.models.base.shards import local_shard
+from llama_ft.models.computing.pieces import sampled_pieces
 from llama_ft.observe.flops import flop_formula
-from llama_ft.phases import MemoryCategory
+from llama_ft.phases import MemoryCategory, Phase
 from llama_ft.plan.fake.attention_workspace import sdpa_of_a_gpu
 from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, loader_of_headers, read_headers
 from llama_ft.plan.fake.patches import planned_models
+from llama_ft.plan.fake.saved import pinned_excess_of, result_bytes_of, saves_copies
 from llama_ft.plan.fake.tracker import Tracker, states_of
 from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from llama_ft.plan.types import Peak, Plan, PlannedMedia, PlanRequest, Recipe
@@ -58,23 +58,37 @@ def predict(request: PlanRequest, recipe: Recipe, quick: bool = False) -> Plan:
     Raises:
         UserError: the run itself would raise it, too.
     """
+    [plan] = predict_lengths(request, recipe, [request.pack_length], quick)
+    return plan
+
+
+def predict_lengths(
+    request: PlanRequest, recipe: Recipe, lengths: Sequence[int | None], quick: bool
+) -> list[Plan]:
+    """Predict the memory of rank 0 for packed sequences of several lengths, None: as the settings say.
+    The model is built once, which takes most of the time. For the rest see `predict`."""
     request = dataclasses.replace(request, media=_media_of(request))
     with log_off():  # the run itself logs these messages
         model_config = models.load_model_config(
             request.folder, request.config.model.trust_remote_code
         )
-        plan_with = partial(_plan_with, request, recipe)
-        plan = _plan_quickly(plan_with, model_config, request.config, quick)
+        plan_with = partial(_plan_with, request, recipe, lengths)
+        plans = _plan_quickly(plan_with, model_config, request.config, quick)
         first_pass = recipe.build_objective(request.config).first_pass(request.config)
-        if first_pass is not None:
+        if first_pass is None:
+            return plans
+        with_pass = []
+        for length, plan in zip(lengths, plans, strict=True):
             if first_pass.needs_other_model():
-                plan = _with_pass(plan, first_pass, request, recipe.build_model, quick)
+                one = dataclasses.replace(request, pack_length=length)
+                plan = _with_pass(plan, first_pass, one, recipe.build_model, quick)
             plan = dataclasses.replace(
                 plan,
                 teacher_bytes_per_token=first_pass.bytes_per_token(),
                 teacher_bytes=first_pass.bytes_of(*request.samples) if request.samples else 0,
             )
-        return plan
+            with_pass.append(plan)
+        return with_pass
 
 
 def _media_of(request: PlanRequest) -> PlannedMedia | None:
@@ -86,17 +100,17 @@ def _media_of(request: PlanRequest) -> PlannedMedia | None:
 
 
 def _plan_quickly(
-    plan_with: Callable[[int | None], Plan],
+    plan_with: Callable[[int | None], list[Plan]],
     model_config: PretrainedConfig,
     config: Config,
     quick: bool,
-) -> Plan:
-    """Plan all layers; if `quick` and all are alike, extrapolate from a few. `plan_with`: plans
-    that many layers, None: all."""
+) -> list[Plan]:
+    """Plan all layers; if `quick` and all are alike, extrapolate from a few. `plan_with`: returns the
+    plans of several lengths with that many layers, None: all."""
     layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
     if quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, config):
         few, more = (plan_with(count) for count in QUICK_LAYERS)
-        return _extrapolate(few, more, layers)
+        return [_extrapolate(*pair, layers) for pair in zip(few, more, strict=True)]
     return plan_with(None)
 
 
@@ -113,7 +127,7 @@ def _with_pass(
     model_config = models.load_model_config(folder, config.model.trust_remote_code)
     pass_request = dataclasses.replace(request, config=config, folder=folder, new_tokens=None)
     plan_with = partial(_pass_plan, pass_request, build_model, plan, first_pass)
-    planned = _plan_quickly(plan_with, model_config, config, quick)
+    [planned] = _plan_quickly(plan_with, model_config, config, quick)
     peaks = {peak.phase: peak for peak in plan.peaks}
     for peak in planned.peaks:
         before = peaks.get(peak.phase)
@@ -133,7 +147,7 @@ def _pass_plan(
     of_run: Plan,
     first_pass: FirstPass,
     layers: int | None,
-) -> Plan:
+) -> list[Plan]:
     """Plan a pass of a model over the samples: frozen, without gradients."""
     config = _plannable(request.config)
     model_config, headers = read_headers(request.folder, config.model, layers)
@@ -156,96 +170,140 @@ def _pass_plan(
     peaks = [tracker.peaks["load"], tracker.peaks["evaluation"]]
     largest = max(peak.bytes for peak in peaks)
     is_cuda = request.device == "cuda"
-    return dataclasses.replace(
+    plan = dataclasses.replace(
         of_run,
         peaks=peaks,
         reserved_bytes=round(SLACK * largest) if is_cuda else largest,
         host_load_bytes=peaks[0].holders["temporaries"] if is_cuda else peaks[0].bytes,
     )
+    return [plan]
 
 
-def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan:
-    """Run the recipe's functions on fake tensors, with all layers or with so many."""
+def _plan_with(
+    request: PlanRequest, recipe: Recipe, lengths: Sequence[int | None], layers: int | None
+) -> list[Plan]:
+    """Run the recipe's functions on fake tensors, with all layers or with so many. Return the plan of
+    each length."""
     config = _plannable(request.config)
-    new_tokens = request.new_tokens
     model_config, headers = read_headers(
         request.folder, config.model, layers, with_towers=request.media is not None
     )
     tracker = Tracker(request.device)
     together = recipe.build_objective(config).examples_per_sample
-    context_length = _context_length(request, model_config)
-    batch, validation = _largest_batches(request, model_config, context_length, together)
-    is_validated = validation is not None
-    with _planning(request, tracker) as ranks:
+    inputs = []  # with values: labels are read
+    for length in lengths:
+        one = dataclasses.replace(request, config=config, pack_length=length)
+        context_length = _context_length(one, model_config)
+        batches = _largest_batches(one, model_config, context_length, together)
+        inputs.append(_StepInputs(one, context_length, *batches))
+    with _planning(request, tracker) as ranks, sampled_pieces():
         models.choose_head(model_config, config.preference.entry.has_score)
         model_request = models.ModelRequest(
             config,
             request.folder,
             model_config,
-            new_tokens,
+            request.new_tokens,
             with_towers=request.media is not None,
             open_loader=loader_of_headers(headers),
         )
         built = recipe.build_model(model_request, ranks, tracker)
-        model = built.model
         tracker.watch(built)
-        waiting = _without_values(batch, config, request.device)
-        if validation is not None:
-            _without_values(validation, config, "cuda")
-        step_flops = _step_flops(config, model, batch, request.target_share)
         objective = recipe.build_objective(config)
         if first_pass := objective.first_pass(config):
             first_pass.fill_for_plan()
-        optimizer = _build_optimizer(model, config, tracker)
-        loop = training.LoopState(config, training.TrainState(config.train).scale, None, tracker)
-        step = _step_of(batch, config)
-        outcome = recipe.train_step(built, objective, optimizer, step, loop, ranks)
-        losses = outcome.losses  # they exist during an evaluation
-        del outcome
-        tracker.assign(states_of(optimizer), "optimizer state")
-        if validation is not None:
-            _validate(built, objective, validation, tracker, ranks)
-        del losses
-        if is_validated and config.train.score:
-            _answer(request, model, context_length, tracker)
-        del waiting
+        optimizer = _build_optimizer(built.model, config, tracker)
+        training_parts = _TrainingParts(recipe, built, objective, optimizer, tracker, ranks)
+        steps = [_plan_step(each, training_parts) for each in inputs]
+        tracker.peaks = {}
         tracker.enter("save")
-        state = checkpoint.own_state(model, optimizer, ranks)
+        is_validated = config.train.run_validation and request.has_validation
+        state = checkpoint.own_state(built.model, optimizer, ranks)
         saved_bytes = 0
-        if request.device != "cpu" or _saves_copies(config, is_validated):
+        if request.device != "cpu" or saves_copies(config, is_validated):
             saved = checkpoint.HostBlock().copy(state)
             host_block = next(iter(saved.values())).untyped_storage()  # of all copies
             saved_bytes = host_block.nbytes()
     stored = states_of(optimizer)
-    stored += [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Plan(
-        device=request.device,
-        world_size=request.world_size,
-        # over all ranks
-        checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in stored),
-        result_bytes=_result_bytes(config, built),
-        tokens=batch.tokens,
-        is_quick=layers is not None,
-        step_flops=step_flops,
-        **_memory(request, tracker, saved_bytes, _pinned_excess(model)),
-    )
+    stored += [parameter for parameter in built.model.parameters() if parameter.requires_grad]
+    # over all ranks
+    checkpoint_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stored)
+    result_bytes = result_bytes_of(config, built)
+    pinned_excess = pinned_excess_of(built.model)
+    plans = []
+    for step in steps:
+        step.peaks["save"] = tracker.peaks["save"]
+        plan = Plan(
+            device=request.device,
+            world_size=request.world_size,
+            checkpoint_bytes=checkpoint_bytes,
+            result_bytes=result_bytes,
+            tokens=step.tokens,
+            is_quick=layers is not None,
+            step_flops=step.flops,
+            **_memory(request, step, saved_bytes, pinned_excess),
+        )
+        plans.append(plan)
+    return plans
+
+
+class _TrainingParts(NamedTuple):
+    """What takes a planned step."""
+
+    recipe: Recipe
+    built: models.BuiltModel
+    objective: training.Objective
+    optimizer: torch.optim.Optimizer
+    tracker: Tracker
+    ranks: Ranks
+
+
+class _StepInputs(NamedTuple):
+    """A request for one length, and its largest micro-batches."""
+
+    request: PlanRequest
+    context_length: int
+    batch: Batch
+    validation: Batch | None
+
+
+class _PlannedStep(NamedTuple):
+    """What was counted in a planned step and evaluation."""
+
+    tokens: int
+    flops: int
+    peaks: dict[Phase, Peak]  # with that of loading
+    host_activation_bytes: int  # offloaded
+
+
+def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
+    """Take a step and evaluate."""
+    recipe, built, objective, optimizer, tracker, ranks = parts
+    request, context_length, batch, validation = inputs
+    config = request.config
+    tracker.forget_steps()
+    waiting = _without_values(batch, config, request.device)
+    if validation is not None:
+        _without_values(validation, config, "cuda")
+    step_flops = _step_flops(config, built.model, batch, request.target_share)
+    loop = training.LoopState(config, training.TrainState(config.train).scale, None, tracker)
+    step = _step_of(batch, config)
+    outcome = recipe.train_step(built, objective, optimizer, step, loop, ranks)
+    losses = outcome.losses  # they exist during an evaluation
+    del outcome
+    tracker.assign(states_of(optimizer), "optimizer state")
+    if validation is not None:
+        _validate(built, objective, validation, tracker, ranks)
+    del losses
+    if validation is not None and config.train.score:
+        _answer(request, built.model, context_length, tracker)
+    del waiting
+    return _PlannedStep(batch.tokens, step_flops, tracker.peaks, tracker.most_offloaded_bytes)
 
 
 def _context_length(request: PlanRequest, model_config: PretrainedConfig) -> int:
     if request.pack_length is not None:
         return request.pack_length
     return models.resolve_context_length(request.config.data.context_length, model_config)
-
-
-def _saves_copies(config: Config, is_validated: bool) -> bool:
-    """Return whether a checkpoint on the CPU may be written from copies, because training continues
-    meanwhile. The last one is not. In the first epoch, one before it follows an evaluation."""
-    settings = config.checkpoint
-    train = config.train
-    by_epoch = train.num_epochs > 1 and (settings.save_every_epoch or is_validated)
-    by_loss = is_validated and train.eval_steps > 0
-    in_training = settings.save_steps > 0 or (settings.save_model and (by_epoch or by_loss))
-    return settings.save_async and in_training
 
 
 def _largest_batches(
@@ -298,7 +356,6 @@ def _build_optimizer(
     optimizer.step()
     optimizer.zero_grad()
     tracker.assign(states_of(optimizer), "optimizer state")
-    tracker.peaks = {"load": tracker.peaks["load"]}
     return optimizer
 
 
@@ -367,32 +424,20 @@ def _full_batch(request: PlanRequest, samples: int, context_length: int) -> Batc
     return Batch(ids, labels, lengths, is_packed, [""] * samples, [True] * samples)
 
 
-def _pinned_excess(model: PreTrainedModel) -> int:
-    """Return the bytes that offloaded weights and gradients take beyond their own: torch rounds each
-    pinned tensor up to a power of two."""
-    excess = 0
-    for parameter in model.parameters():
-        nbytes = local_shard(parameter).nbytes
-        rounded = 1 << max(0, nbytes - 1).bit_length()
-        tensors = 2 if parameter.requires_grad else 1
-        excess += tensors * (rounded - nbytes)
-    return excess
-
-
 def _memory(
-    request: PlanRequest, tracker: Tracker, saved_bytes: int, pinned_excess: int
+    request: PlanRequest, step: _PlannedStep, saved_bytes: int, pinned_excess: int
 ) -> dict[str, Any]:
     """Return the fields of a plan about memory of the device and of the host.
 
     Args:
         request: the run.
-        tracker: after all phases.
+        step: with the peaks of all phases.
         saved_bytes: of the copies for a checkpoint.
-        pinned_excess: see `_pinned_excess`.
+        pinned_excess: see `pinned_excess_of`.
     """
-    by_phase = tracker.peaks
-    load = tracker.peaks["load"]
-    save = tracker.peaks["save"]
+    by_phase = step.peaks
+    load = by_phase["load"]
+    save = by_phase["save"]
     if request.device == "cpu":
         peaks = list(by_phase.values())
         largest = max(peak.bytes for peak in peaks)
@@ -429,7 +474,7 @@ def _memory(
         "reserved_bytes": max(largest, reserved),
         "outside_bytes": outside,
         "sequence_size": request.config.fsdp.sequence_parallel_size,
-        "host_activation_bytes": tracker.most_offloaded_bytes,
+        "host_activation_bytes": step.host_activation_bytes,
         **on_host,
     }
 
@@ -446,31 +491,6 @@ def _plannable(config: Config) -> Config:
             config.model, attn_implementation=attention, use_liger=False, compile=False
         ),
     )
-
-
-def _result_bytes(config: Config, built: models.BuiltModel) -> int:
-    if not config.checkpoint.save_model:
-        return 0
-    chosen_dtype = save_dtype(config.checkpoint.save_dtype)
-    is_lora = config.peft.use_peft
-    parameters = built.model.named_parameters()
-    total = 0
-    largest_itemsize = 0
-    for name, parameter in parameters:
-        if is_lora and not parameter.requires_grad:
-            continue
-        saved_dtype = torch.float32
-        if not is_lora:
-            saved_dtype = built.stored.dtypes.get(name, parameter.dtype)
-        itemsize = (chosen_dtype or saved_dtype).itemsize
-        total += parameter.numel() * itemsize
-        largest_itemsize = max(largest_itemsize, itemsize)
-    if not is_lora:
-        # By the model: a quick plan drops layers of towers from the headers.
-        total += sum(built.left_out.tensors.values()) * largest_itemsize
-        untouched = built.stored.untouched.values()
-        total += sum(header.nbytes for header in untouched if header.is_ignored)
-    return total
 
 
 def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:

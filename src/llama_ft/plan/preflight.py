@@ -24,8 +24,9 @@ from llama_ft.config.wording.messages import size_text
 from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
 from llama_ft.models import NewTokens
+from llama_ft.plan.changes import auto_settings
 from llama_ft.plan.free_memory import free_bytes, free_text
-from llama_ft.plan.types import UNTILED_TOKENS, Plan, PlannedMedia, PlanRequest, Recipe
+from llama_ft.plan.types import Plan, PlannedMedia, PlanRequest, Recipe
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
 
@@ -64,8 +65,7 @@ class Preflight:
         steps: TrainingBatches,
         ranks: Ranks,
     ) -> Config:
-        """Start to plan and return. If activation_checkpointing or tiled_mlp is auto, wait for the
-        choice, on all ranks.
+        """Start to plan and return. If a setting is auto, wait for the choice, on all ranks.
 
         Args:
             config: the run's settings.
@@ -78,7 +78,6 @@ class Preflight:
         Returns:
             The settings, with the choice.
         """
-        is_auto = "auto" in (config.train.activation_checkpointing, config.train.tiled_mlp)
         free = free_bytes(ranks.device, ranks.local_world_size, config.train.device_memory_fraction)
         self._free = ranks.all_gather_floats(free).min().item()
         self._free_on_host = free_bytes(torch.device("cpu"), ranks.local_world_size)
@@ -100,7 +99,7 @@ class Preflight:
             )
             with suppress(OSError):
                 self._pipe.send((request, self._free))
-        if not is_auto:
+        if not auto_settings(config):
             return config
         chosen, notes = ranks.broadcast_from_rank0(partial(self._choice, config))
         for note in notes:
@@ -112,11 +111,9 @@ class Preflight:
         if isinstance(answer, tuple):
             return answer
         self._end()
-        usual: dict[str, Any] = {"activation_checkpointing": "full", "tiled_mlp": "off"}
-        train = config.train
-        chosen = {name: value for name, value in usual.items() if getattr(train, name) == "auto"}
+        chosen = {saving.setting: saving.without_plan for saving in auto_settings(config)}
         notes = [f"{name} auto: {value} (not planned: {answer})" for name, value in chosen.items()]
-        return dataclasses.replace(config, train=dataclasses.replace(train, **chosen)), notes
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, **chosen)), notes
 
     def report(self, output_dir: Path, ranks: Ranks) -> float | None:
         """Write plan.json, log the predicted memory, and warn if it is more than is available.
@@ -213,15 +210,13 @@ def _answers(request: PlanRequest, free: float, recipe: Recipe) -> Iterator[Any]
 
 def resolve_checkpointing(config: Config, device: str) -> Config:
     """Return the settings with activation_checkpointing replaced by the default of the device
-    (cuda, cpu) if unset, and tiled_mlp auto by off if nothing is to be planned for it."""
+    (cuda, cpu) if unset, and each setting that is auto if that is not worth planning."""
     train = config.train
     if train.activation_checkpointing is None:
         how: Any = "auto" if device == "cuda" and config.memory.plan_memory else "off"
         train = dataclasses.replace(train, activation_checkpointing=how)
-    # If it is not given, it is at most 4,096 tokens: see `resolve_context_length`.
-    tokens = (config.data.context_length or 0) * train.batch_size_training
-    is_short = tokens <= UNTILED_TOKENS * config.fsdp.sequence_parallel_size
-    is_planned = config.memory.plan_memory and not config.model.compile
-    if train.tiled_mlp == "auto" and (is_short or not is_planned):
-        train = dataclasses.replace(train, tiled_mlp="off")
-    return dataclasses.replace(config, train=train)
+    config = dataclasses.replace(config, train=train)
+    simple = {
+        each.setting: each.auto[0] for each in auto_settings(config) if not each.is_worth(config)
+    }
+    return dataclasses.replace(config, train=dataclasses.replace(train, **simple))

@@ -28,6 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.models.architecture.text_part import TextOutput
 from llama_ft.models.base.replaced import replace_method
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.computing.pieces import compute_pieces
 from llama_ft.runtime.target import current_target
 
 # Number of logits in memory: on CUDA 512 positions of Llama 3's 128,256 logits, 0.6 GiB in bf16 and
@@ -269,7 +270,11 @@ class _Chunks:
         """Return the loss of each position, and add up the numbers of the first `count`."""
         chunks = hidden.split(self.size)
         target_chunks = targets.split(self.size)
-        results = [self.losses_of(*pair) for pair in zip(chunks, target_chunks, strict=True)]
+
+        def compute(number: int) -> TokenLoss:
+            return self.losses_of(chunks[number], target_chunks[number])
+
+        results = compute_pieces(compute, len(chunks))
         for number, result in enumerate(results):
             self._add_numbers(result, count - number * self.size)
         return torch.cat([result.losses for result in results])
@@ -293,11 +298,12 @@ class _Chunks:
         if factors is None:
             factors = torch.ones(count, device=targets.device)
         factors = functional.pad(factors, (0, len(targets) - count))
-        all_losses = list[torch.Tensor]()
         by_hidden = [torch.empty_like(hidden)] if for_hidden else []
         by_trained = list[torch.Tensor]()
-        # without targets, once: gradients are zero then
-        for start in range(0, max(1, len(targets)), self.size):
+
+        def compute(number: int) -> torch.Tensor:
+            nonlocal by_trained
+            start = number * self.size
             rows = slice(start, start + self.size)
             chunk = hidden[rows].detach().requires_grad_(for_hidden)
             with torch.enable_grad():
@@ -305,7 +311,6 @@ class _Chunks:
             losses = result.losses
             if not has_factors:  # else the backward pass recomputes them
                 self._add_numbers(result, count - start)
-            all_losses.append(losses.detach()[: max(0, count - start)])
             node = losses.grad_fn
             is_padded = start + len(losses) > count  # there the factors are 0
             if isinstance(node, CrossEntropy._backward_cls) and not (has_factors or is_padded):
@@ -319,6 +324,11 @@ class _Chunks:
             if for_hidden:
                 by_hidden[0][rows] = of_chunk.pop(0)
             by_trained = of_chunk if start == 0 else add_up(by_trained, of_chunk)
+            return losses.detach()[: max(0, count - start)]
+
+        # without targets, once: gradients are zero then
+        chunks = -(-max(1, len(targets)) // self.size)
+        all_losses = compute_pieces(compute, chunks)
         return all_losses, by_hidden + by_trained
 
 

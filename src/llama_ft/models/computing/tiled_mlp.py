@@ -40,6 +40,7 @@ from llama_ft.libraries.evidence import (
 from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.replaced import replace_method
 from llama_ft.models.computing.chunked_loss import add_up
+from llama_ft.models.computing.pieces import compute_pieces
 
 _IN_PIECES: ContextVar[bool] = ContextVar("an MLP computes in pieces", default=False)
 # Whether an MLP computes the forward pass of its pieces, of which nothing is kept.
@@ -172,14 +173,18 @@ class _Pieces:
     def compute_all(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the module's result for all tokens."""
         whole = torch.empty(0)
-        for number, piece in enumerate(self.of(inputs)):
-            result = self.compute(*piece)
+        pieces = self.of(inputs)
+
+        def compute(number: int) -> None:
+            nonlocal whole
+            result = self.compute(*pieces[number])
             if number == 0:
                 shape = list(result.shape)
                 shape[self.dim] = inputs[0].shape[self.dim]
                 whole = result.new_empty(shape)
             whole.split(self.size, self.dim)[number].copy_(result)
-            del result  # freed before the next piece's exist
+
+        compute_pieces(compute, len(pieces))
         return whole
 
 
@@ -227,20 +232,26 @@ class _InPieces(torch.autograd.Function):
             for value, is_needed in zip(inputs, needs, strict=True)
         ]
         by_trained: list[torch.Tensor | None] = [None] * len(ctx.trained)
+        pieces = ctx.pieces.of([gradient, *inputs])
+
+        def compute(number: int) -> None:
+            nonlocal by_trained
+            of_result, *piece = pieces[number]
+            gradients = _gradients(ctx.pieces.compute, piece, needs, ctx.trained, of_result)
+            for whole in by_input:
+                if whole is None:
+                    continue
+                part = whole.split(ctx.pieces.size, ctx.pieces.dim)[number]
+                of_input = gradients.pop(0)
+                part.zero_() if of_input is None else part.copy_(of_input)
+                del of_input
+            by_trained = _added(by_trained, gradients)
+
         cpu_state, (devices, device_states) = ctx.random
         with torch.random.fork_rng(devices=devices, device_type=gradient.device.type):
             torch.set_rng_state(cpu_state)
             set_device_states(devices, device_states)
-            for number, (of_result, *piece) in enumerate(ctx.pieces.of([gradient, *inputs])):
-                gradients = _gradients(ctx.pieces.compute, piece, needs, ctx.trained, of_result)
-                for whole in by_input:
-                    if whole is None:
-                        continue
-                    part = whole.split(ctx.pieces.size, ctx.pieces.dim)[number]
-                    of_input = gradients.pop(0)
-                    part.zero_() if of_input is None else part.copy_(of_input)
-                    del of_input
-                by_trained = _added(by_trained, gradients)
+            compute_pieces(compute, len(pieces))
         # Autograd rounds the sums to the parameters' dtype.
         return None, None, None, *by_input, *by_trained
 

@@ -92,6 +92,11 @@ class Tracker(TorchDispatchMode):
         self._holder = CATEGORY_OF_PHASE[phase]
         self._update_peak()
 
+    def forget_steps(self) -> None:
+        """Begin with new peaks of all phases but loading."""
+        self.peaks = {"load": self.peaks["load"]}
+        self.most_offloaded_bytes = 0
+
     def leave(self) -> None:
         """See PhaseMonitor. What follows counts for the phase until another one begins."""
 

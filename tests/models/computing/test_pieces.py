@@ -1,0 +1,32 @@
+"""Pieces: all of them in a run, a few in a plan."""
+
+import torch
+
+from llama_ft.models.computing.pieces import compute_pieces, sampled_pieces
+
+
+def test_a_run_computes_every_piece_in_order() -> None:
+    assert compute_pieces(lambda number: number * number, 4) == [0, 1, 4, 9]
+    assert compute_pieces(lambda number: number, 0) == []
+
+
+def test_a_plan_computes_a_few_pieces_and_copies_the_shapes_of_the_others() -> None:
+    computed = list[int]()
+
+    def compute(number: int) -> dict[str, torch.Tensor]:
+        computed.append(number)
+        return {"losses": torch.full((2 if number < 9 else 1,), float(number))}
+
+    with sampled_pieces():
+        results = compute_pieces(compute, 10)
+    assert computed == [0, 1, 2, 9]
+    assert [len(result["losses"]) for result in results] == [2] * 9 + [1]
+    storages = {result["losses"].untyped_storage().data_ptr() for result in results}
+    assert len(storages) == 10  # each takes its own memory
+    assert compute_pieces(lambda number: number, 5) == [0, 1, 2, 3, 4]
+
+
+def test_a_plan_computes_all_of_few_pieces() -> None:
+    with sampled_pieces():
+        for count in range(5):
+            assert compute_pieces(lambda number: number, count) == list(range(count))
