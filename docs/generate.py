@@ -44,6 +44,8 @@ RECIPES = {
                  "evaluation.flags", "EvaluateFlags", "MODEL..."),
     "export": ("Write a model or adapter in Hugging Face format from any checkpoint.",
                "export_flags", "ExportFlags", "CHECKPOINT OUT"),
+    "rollout": ("Sample answers to prompts, score them, and write them in rounds.",
+                "extensions.rollouts.flags", "RolloutFlags", "MODEL"),
     "report": ("Write the report of a run, or compare runs.", "extensions.report.run", "ReportFlags", "RUN..."),
 }  # fmt: skip
 # Key of metrics.jsonl -> its unit and meaning.

@@ -4,12 +4,14 @@ answer, and a score of your own for it. The same seed writes the same files.
 python examples/orders.py output/orders
 --score exact
 --score examples/orders.py:fields
+--reward examples/orders.py:reward
 """
 
 import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 SEED = 0
 SAMPLES = {"train.jsonl": 200, "validation.jsonl": 50}
@@ -64,6 +66,13 @@ def fields(prompt: str, answer: str, reference: str) -> float:
     expected = reference.split(", ")
     right = [one == other for one, other in zip(found, expected, strict=False)]
     return sum(right) / len(expected)
+
+
+def reward(prompt: str, answer: str, sample: dict[str, Any]) -> dict[str, float]:
+    """Return whether an answer is right, and its share of right fields."""
+    reference = sample["messages"][-1]["content"]
+    line = answer.strip()
+    return {"exact": float(line == reference), "fields": fields(prompt, line, reference)}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 @contextmanager
 def serve(answer: Callable[[str, str, bytes], tuple[int, object]]) -> Iterator[str]:
     """A server at the address that is yielded: path, authorization and body of a request -> status
-    and JSON."""
+    and JSON, or bytes that are sent as they are."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -19,7 +19,8 @@ def serve(answer: Callable[[str, str, bytes], tuple[int, object]]) -> Iterator[s
             self.send_response(status)
             self.send_header("content-type", "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps(reply).encode())
+            content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+            self.wfile.write(content)
 
         do_GET = do_PATCH = do_POST
 

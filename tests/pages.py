@@ -29,12 +29,12 @@ from llama_ft.plan.flags import PlanFlags, read_plan_flags
 DEMO_CONFIG = REPOSITORY / "configs" / "demo.yaml"
 FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/", "examples/")
 MINE = Path("configs/mine.yaml")  # the config that the reader of the page below writes
-SCRIPTS = ("finetuning", "plan", "export", "report", "inference", "evaluate")
+SCRIPTS = ("finetuning", "plan", "export", "report", "rollout", "inference", "evaluate")
 OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"(nnodes|nproc_per_node|rdzv_\w*|node_rank|shutdown-timeout|max_restarts|no[_-]\w*|logdir|key|help|version|config)$"
     # SLURM's
     r"|(requeue|signal|export|time|nodes|ntasks\S*|gpus\S*|mem\S*|array|begin|kill-on-bad-exit|chdir)$"
-    r"|(enable-lora|enable-mixed-moe-lora-format|language-model-only|generation-config|lora-modules|max-lora-rank|chat-template|served-model-name|max-model-len|tool-call-parser"
+    r"|(enable-lora|enable-mixed-moe-lora-format|language-model-only|generation-config|lora-modules|max-lora-rank|chat-template|served-model-name|logprobs-mode|max-model-len|tool-call-parser"
     r"|enable-auto-tool-choice)$"  # vLLM's
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
     r"|(build-arg)$"  # Docker's
@@ -206,6 +206,7 @@ def flag_reader(script: str) -> Callable[[list[str]], Any]:
         "evaluate": "evaluation.flags",
         "export": "export_flags",
         "report": "extensions.report.run",
+        "rollout": "extensions.rollouts.flags",
     }
     reader = importlib.import_module(f"llama_ft.{modules.get(script, f'{script}.flags')}")
     return lambda words: getattr(reader, f"read_{script}_flags")(words, "")
@@ -214,7 +215,7 @@ def flag_reader(script: str) -> Callable[[list[str]], Any]:
 def script_flag_names() -> set[str]:
     """Flags of the recipes that have a few of their own, out of their --help."""
     names = set[str]()
-    for script in ("check", "export", "report", "inference", "evaluate"):
+    for script in ("check", "export", "report", "rollout", "inference", "evaluate"):
         printed = StringIO()
         with redirect_stdout(printed), suppress(SystemExit):
             flag_reader(script)(["--help"])

@@ -120,6 +120,7 @@ TOOLS = {
     "evaluate": ("MODEL... [flags]", "--base"),
     "export": ("CHECKPOINT OUT [flags]", "--merge"),
     "report": ("RUN... [flags]", "--output"),
+    "rollout": ("MODEL [flags]", "--dataset"),
 }
 
 

@@ -43,7 +43,7 @@ TOKENS = {
     "extensions/scores": 2200,
     "extensions/serving": 18_600,  # rules of edited adapters and probes, and of quantized bases
     "extensions/store": 9900,
-    "inference": 7500,
+    "inference": 8600,  # requests to servers, which rollouts make, too
     "libraries": 2600,
     "models": 63_600,  # tiled MLPs, attention that ranks cannot share, pieces that a plan leaves out
     "observe": 12_600,

@@ -138,7 +138,9 @@ def read_prompts(
             try:
                 if isinstance(sample, BadSample):
                     raise sample
-                prompts.append((dict(sample), _prompt_of(_with_media(sample, place))))
+                if "answer" in sample:
+                    raise BadSample('the sample already has a column "answer". Rename it.')
+                prompts.append((dict(sample), prompt_of(_with_media(sample, place))))
             except BadSample as error:
                 bad.append((place, str(in_own_names(error, sample))))
         refuse_or_skip(bad, skip_bad_rows)
@@ -161,10 +163,8 @@ def prompts_have_media(prompts: Prompts) -> bool:
     return any(media_paths(prompt) for _, prompt in prompts if not isinstance(prompt, str))
 
 
-def _prompt_of(sample: Sample) -> Messages | str:
+def prompt_of(sample: Sample) -> Messages | str:
     """Return the prompt of a sample in a training format. Its last response may be missing."""
-    if "answer" in sample:
-        raise BadSample('the sample already has a column "answer". Rename it.')
     check_numbers(sample, ("tools", "prompt", "messages", "conversations"))
     tools_of(sample)
     if isinstance(sample.get("prompt"), str) and sample["prompt"].strip():

@@ -1,8 +1,9 @@
-"""Rollouts as data: rounds of answers with rewards."""
+"""`llama-ft rollout` samples answers to prompts, scores them and writes them in rounds, which are
+a dataset of the training recipe."""
 
 from pathlib import Path
 
-from llama_ft.door import Extension
+from llama_ft.door import Extension, Verb
 
 
 def holds_rounds(directory: Path) -> bool:
@@ -14,4 +15,11 @@ def holds_rounds(directory: Path) -> bool:
 EXTENSION = Extension(
     holds_dataset=holds_rounds,
     dataset="llama_ft.extensions.rollouts.dataset:open_rounds",
+    verbs={
+        "rollout": Verb(
+            "rollout",
+            "Sample answers to prompts, with rewards. --nproc N: on N processes.",
+            takes_nproc=True,
+        )
+    },
 )

@@ -19,7 +19,7 @@ from typing import Any
 
 from llama_ft.errors import UserError
 from llama_ft.extensions.serving.probes.probes import ChatProbe, Probe
-from llama_ft.extensions.serving.probes.server import Rejected, Server
+from llama_ft.inference.server import Rejected, Server
 
 COMPLETIONS = "/v1/completions"
 OLLAMA = "/api/generate"
@@ -56,34 +56,6 @@ class Answer:
     @property
     def is_empty(self) -> bool:
         return not (self.scores or self.next_by_id or self.next_by_text)
-
-
-def check_model(server: Server, model: str | None) -> str:
-    """Return the name of the model to ask.
-
-    Raises:
-        UserError: the server does not have it, or has several and none was named.
-    """
-    try:
-        listed = server.get("/v1/models").get("data")
-    except Rejected as error:
-        raise UserError(
-            f"--server {server.url}: has no /v1/models ({error}). Expected the URL of an OpenAI-compatible "
-            "server, such as http://localhost:8000."
-        ) from error
-    entries = listed if isinstance(listed, list) else []
-    names = [str(entry.get("id")) for entry in entries if isinstance(entry, dict)]
-    if model is None and len(names) == 1:
-        return names[0]
-    shown = ", ".join(names) or "none"
-    if model is None:
-        raise UserError(
-            f"--model NAME is needed: which model of {server.url} is asked. It has: {shown}."
-        )
-    for name in (model, f"{model}:latest"):  # Ollama's default tag
-        if name in names:
-            return name
-    raise UserError(f"--model {model}: {server.url} has no such model. It has: {shown}.")
 
 
 def ask(server: Server, model: str, probes: Sequence[Probe]) -> list[Answer]:

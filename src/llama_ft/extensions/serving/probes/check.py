@@ -16,10 +16,10 @@ from llama_ft.config import parse_duration
 from llama_ft.config.rules import SECRET
 from llama_ft.config.value_types import STRICT, Duration
 from llama_ft.errors import UserError, plural
-from llama_ft.extensions.serving.probes.ask import Answer, ask, check_model, rendered_chat
+from llama_ft.extensions.serving.probes.ask import Answer, ask, rendered_chat
 from llama_ft.extensions.serving.probes.probes import Probe, Probes, find_probes
-from llama_ft.extensions.serving.probes.server import Server
 from llama_ft.extensions.serving.probes.verdict import Compared, Verdict, Weights, judge
+from llama_ft.inference.server import Server, check_model
 from llama_ft.masking import is_url_with_secret, printable
 
 WRONG_WEIGHTS = 3  # exit code

@@ -155,6 +155,43 @@ class Server:
         )
 
 
+def served_models(server: Server) -> dict[str, dict[str, Any]]:
+    """Return what a server says about each of its models, by name.
+
+    Raises:
+        UserError: it has no list of models.
+    """
+    try:
+        listed = server.get("/v1/models").get("data")
+    except Rejected as error:
+        raise UserError(
+            f"--server {server.url}: has no /v1/models ({error}). Expected the URL of an OpenAI-compatible "
+            "server, such as http://localhost:8000."
+        ) from error
+    entries = listed if isinstance(listed, list) else []
+    return {str(entry.get("id")): entry for entry in entries if isinstance(entry, dict)}
+
+
+def check_model(server: Server, model: str | None) -> str:
+    """Return the name of the model to ask.
+
+    Raises:
+        UserError: the server does not have it, or has several and none was named.
+    """
+    names = list(served_models(server))
+    if model is None and len(names) == 1:
+        return names[0]
+    shown = ", ".join(names) or "none"
+    if model is None:
+        raise UserError(
+            f"--model NAME is needed: which model of {server.url} is asked. It has: {shown}."
+        )
+    for name in (model, f"{model}:latest"):  # Ollama's default tag
+        if name in names:
+            return name
+    raise UserError(f"--model {model}: {server.url} has no such model. It has: {shown}.")
+
+
 def _read(response: HTTPResponse | HTTPError, deadline: float) -> str:
     """Return a whole answer. urllib's timeout is for each part of it.
 

@@ -1,0 +1,235 @@
+"""Sample answers to prompts, score them, and write them in rounds: token ids, log-probabilities, seeds
+and rewards.
+
+MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a model. It
+answers itself, also under torchrun, or servers answer for it (--server). A round is on disk before the
+next one begins. Started again, the command verifies the complete rounds and generates the first
+missing one.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.start replaces it
+    signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
+
+from llama_ft.config import FSDPConfig, parse_duration  # noqa: E402
+from llama_ft.config.home import expanded  # noqa: E402
+from llama_ft.errors import UserError, before_imports, plural  # noqa: E402
+from llama_ft.extensions.rollouts.flags import RolloutFlags, read_rollout_flags  # noqa: E402
+
+if __name__ == "__main__":
+    with before_imports():
+        FLAGS = read_rollout_flags(sys.argv[1:], str(__doc__))
+
+from finetuning import build_model  # noqa: E402
+
+from llama_ft import models, runtime  # noqa: E402
+from llama_ft.config import DataConfig  # noqa: E402
+from llama_ft.extensions.rollouts.policy import (  # noqa: E402
+    checksum_of,
+    find_policy,
+    open_served,
+    tokens_of,
+)
+from llama_ft.extensions.rollouts.prompts import PromptTokens, read_dataset  # noqa: E402
+from llama_ft.extensions.rollouts.resume import finished_rounds, locked  # noqa: E402
+from llama_ft.extensions.rollouts.rewards import RewardPool, parse_reward  # noqa: E402
+from llama_ft.extensions.rollouts.rounds import (  # noqa: E402
+    Answer,
+    Round,
+    RoundFacts,
+    rollouts_of,
+    write_round,
+)
+from llama_ft.extensions.rollouts.sampling import OwnSampler, Sampler, Sampling  # noqa: E402
+from llama_ft.extensions.rollouts.servers import ServerRequests, ServerSampler  # noqa: E402
+from llama_ft.inference.load import open_model  # noqa: E402
+from llama_ft.models.quantization.layers import quantization_name  # noqa: E402
+from llama_ft.runtime import Ranks, log  # noqa: E402
+
+SECONDS_TO_WAIT = 24 * 3600.0  # ranks wait while rank 0 computes rewards
+
+
+class Policy(NamedTuple):
+    """What answers: by name and checksum, the tokens of its prompts, and how it samples."""
+
+    about: dict[str, Any]
+    tokens: PromptTokens
+    sampling: Sampling
+    sampler: Sampler
+
+
+def main(flags: RolloutFlags) -> None:
+    """Generate, score and write the rounds that are missing."""
+    degree = models.shard_degree(FSDPConfig(enable_fsdp=flags.enable_fsdp))
+    with (
+        runtime.start(flags.device, degree, timeout_seconds=SECONDS_TO_WAIT) as ranks,
+        ExitStack() as closing,
+    ):
+        output_dir = expanded(str(flags.output_dir))
+        functions = [parse_reward(text) for text in flags.reward]
+        pool: RewardPool | None = None
+        if ranks.is_main:
+            closing.enter_context(locked(output_dir))
+        if ranks.is_main and functions:
+            pool = closing.enter_context(RewardPool(functions, flags))
+        policy = open_servers(flags, ranks) if flags.server else open_own(flags, ranks)
+        with ranks.local_main_process_first():
+            dataset = read_dataset(data_of(flags), policy.tokens)
+        starts = range(0, len(dataset.prompts), flags.prompts_per_step)
+        rounds = [dataset.prompts[start : start + flags.prompts_per_step] for start in starts]
+        facts = RoundFacts(
+            step=0,
+            num_generations=flags.num_generations,
+            policy=policy.about,
+            source=policy.sampler.source,
+            sampling=sampling_settings(flags, policy.sampling),
+            seed=flags.seed,
+            rewards=[],
+            data={"dataset": flags.dataset, "sha256": dataset.sha256},
+        )
+        finished = ranks.broadcast_from_rank0(
+            lambda: finished_rounds(output_dir, facts, functions, rounds)
+        )
+        log.info(
+            f"{plural(len(rounds), 'round')} of {flags.prompts_per_step} prompts with "
+            f"{plural(flags.num_generations, 'answer')} each; {len(finished)} complete"
+        )
+        for step, prompts in enumerate(rounds, 1):
+            if step in finished:
+                continue
+            started = time.monotonic()
+            answers = policy.sampler.sample(prompts, step)
+            if ranks.is_main:
+                rollouts = score(Round(replace(facts, step=step), prompts, answers), pool)
+                write_round(output_dir, rollouts)
+                seconds = time.monotonic() - started
+                log.info(f"round {step} of {len(rounds)}: {describe(rollouts)}, {seconds:.1f} s")
+        if ranks.is_main:
+            log.info(f"\nRounds: {rollouts_of(output_dir)}")
+
+
+def open_own(flags: RolloutFlags, ranks: Ranks) -> Policy:
+    """Load the model, which answers itself."""
+    [place] = flags.paths
+    opened = open_model(place, flags, ranks, build_model)
+    log.info(opened.about)
+    if opened.built.has_score:
+        raise UserError(f"{place}: a reward model has no LM head, so it cannot answer.")
+    model = opened.model
+    ends = model.generation_config.eos_token_id  # a list, or None
+    sampling = sampling_of(flags, list(ends or []))
+    about = {
+        "model": place,
+        "checksum": ranks.broadcast_from_rank0(lambda: checksum_of(find_policy(place, flags))),
+        "compute": str(model.dtype),
+        "quantization": quantization_name(model),
+    }
+    tokens = tokens_of(opened, None if flags.prompt_format == "auto" else flags.prompt_format)
+    sampler = OwnSampler(opened, sampling, flags.batch_size, ranks)
+    return Policy(about, tokens, sampling, sampler)
+
+
+def open_servers(flags: RolloutFlags, ranks: Ranks) -> Policy:
+    """Connect to servers, which answer. Only the model's tokenizer is loaded."""
+    if ranks.world_size > 1:
+        raise UserError("--server: runs in one process. Leave out torchrun and --nproc.")
+    [place] = flags.paths
+    form = None if flags.prompt_format == "auto" else flags.prompt_format
+    served = open_served(place, flags, form)
+    sampling = sampling_of(flags, served.stop_ids)
+    requests = ServerRequests(
+        flags.server, flags.model, parse_duration(flags.server_timeout), flags.server_requests
+    )
+    sampler = ServerSampler(requests, sampling, served.tokenizer)
+    log.info(f"{sampler.source['model']} at {', '.join(flags.server)}")
+    context = min(served.tokens.context, sampler.context)
+    about = {"model": place, "checksum": checksum_of(find_policy(place, flags, weights=False))}
+    return Policy(about, served.tokens._replace(context=context), sampling, sampler)
+
+
+def data_of(flags: RolloutFlags) -> DataConfig:
+    """Return the settings of the dataset."""
+    return DataConfig(
+        dataset=str(flags.dataset),
+        dataset_split=flags.dataset_split,
+        columns=flags.columns,
+        max_samples=flags.max_samples,
+        skip_bad_rows=flags.skip_bad_rows,
+    )
+
+
+def sampling_of(flags: RolloutFlags, stop_ids: list[int]) -> Sampling:
+    """Return how answers are sampled."""
+    return Sampling(
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        top_k=flags.top_k,
+        max_completion_length=flags.max_completion_length,
+        stop_ids=stop_ids,
+        num_generations=flags.num_generations,
+        seed=flags.seed,
+    )
+
+
+def sampling_settings(flags: RolloutFlags, sampling: Sampling) -> dict[str, Any]:
+    """Return what round.json says about the sampling. The seed and the number of answers have fields
+    of their own there."""
+    settings = {**vars(sampling), "prompts_per_step": flags.prompts_per_step}
+    return {name: settings[name] for name in settings if name not in ("seed", "num_generations")}
+
+
+def score(rollouts: Round, pool: RewardPool | None) -> Round:
+    """Return a round with the rewards of its answers.
+
+    Raises:
+        UserError: no answer has a reward.
+    """
+    if pool is None:
+        return rollouts
+    calls = []
+    for prompt, answers in zip(rollouts.prompts, rollouts.answers, strict=True):
+        calls += [(prompt.text, answer.text, prompt.sample) for answer in answers]
+    scored = pool.score(calls)
+    count = rollouts.facts.num_generations
+    log.info(pool.describe(scored, count))
+    if all(one.total is None for one in scored):
+        raise UserError(
+            f"--reward: no answer of round {rollouts.facts.step} has a reward; the lines above say why.\n"
+            "This round is not written. Complete rounds are kept."
+        )
+    remaining = iter(scored)
+    groups = [
+        [with_reward(answer, next(remaining)) for answer in group] for group in rollouts.answers
+    ]
+    facts = replace(rollouts.facts, rewards=pool.rewards(scored))
+    return Round(facts, rollouts.prompts, groups)
+
+
+def with_reward(answer: Answer, scored: Any) -> Answer:
+    """Return an answer with its rewards."""
+    return replace(answer, rewards=scored.values, total=scored.total)
+
+
+def describe(rollouts: Round) -> str:
+    """Return the numbers of a round, for the log."""
+    answers = [answer for group in rollouts.answers for answer in group]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    truncated = sum(not answer.has_ended for answer in answers)
+    text = f"{plural(len(answers), 'answer')}, {tokens:,} tokens"
+    if truncated:
+        text += f", {truncated:,} truncated at --max_completion_length"
+    skipped = len(rollouts.prompts) - len(rollouts.groups())
+    if skipped and rollouts.facts.rewards and rollouts.facts.num_generations > 1:
+        text += f", {plural(skipped, 'prompt')} with fewer than two rewards"
+    return text
+
+
+if __name__ == "__main__":
+    main(FLAGS)

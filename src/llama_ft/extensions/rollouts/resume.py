@@ -1,0 +1,134 @@
+"""Resume: the rounds in a directory are verified, and must have been made as the missing ones will
+be."""
+
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llama_ft.errors import UserError, reason
+from llama_ft.extensions.rollouts.rewards import RewardFunction
+from llama_ft.extensions.rollouts.rounds import (
+    Prompt,
+    Round,
+    RoundFacts,
+    list_rounds,
+    read_round,
+    rollouts_of,
+)
+
+LOCK = ".lock"
+# fields of RoundFacts -> their values that must be equal, and what they are
+COMPARED = {
+    "policy": {"checksum": "model", "compute": "precision", "quantization": "quantization"},
+    "source": {"kind": "source of answers", "model": "served model", "root": "served model"},
+    "data": {"sha256": "data"},
+}
+CHECKSUM_SHOWN = 12  # digits
+
+
+@contextmanager
+def locked(output_dir: Path) -> Iterator[None]:
+    """Keep other processes from writing rounds into a directory. Raises UserError if one does."""
+    folder = rollouts_of(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("w")
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: cannot be written ({reason(error)}).") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--output_dir {folder}: another process writes rounds there."
+            ) from None
+        except OSError:  # the file system has no locks
+            pass
+        yield
+
+
+def finished_rounds(
+    output_dir: Path,
+    facts: RoundFacts,
+    functions: Sequence[RewardFunction],
+    rounds: Sequence[Sequence[Prompt]],
+) -> set[int]:
+    """Return the numbers of the rounds that are complete.
+
+    Args:
+        output_dir: their directory.
+        facts: how the missing rounds will be made; `step` and `rewards` are not used.
+        functions: the rewards of the missing rounds.
+        rounds: the prompts of all rounds.
+
+    Raises:
+        UserError: a round is corrupted, or was made in another way.
+    """
+    finished = set[int]()
+    for folder in list_rounds(output_dir):
+        earlier = read_round(folder)
+        others = _differences(earlier.facts, facts, functions)
+        step = earlier.facts.step
+        if not others and not _has_prompts(earlier, rounds, step):
+            others = ["other prompts: the tokenizer, its chat template or --skip_bad_rows differs"]
+        if step != int(folder.name):
+            others.append(f"the number of round {step}")
+        if others:
+            raise UserError(
+                "\n".join([f"{folder}: was made with", *(f"  {other}" for other in others)])
+                + f"\nSet another --output_dir, or delete {folder.parent} to generate all rounds again."
+            )
+        finished.add(step)
+    return finished
+
+
+def _has_prompts(earlier: Round, rounds: Sequence[Sequence[Prompt]], step: int) -> bool:
+    return 0 < step <= len(rounds) and earlier.prompts == list(rounds[step - 1])
+
+
+def _differences(
+    earlier: RoundFacts, facts: RoundFacts, functions: Sequence[RewardFunction]
+) -> list[str]:
+    """Return what differs between a round on disk and those that are missing, as lines."""
+    lines = []
+    for name in ("seed", "num_generations"):
+        lines += _line(f"--{name}", getattr(earlier, name), getattr(facts, name))
+    for name in facts.sampling:
+        shown = "tokens that end an answer" if name == "stop_ids" else f"--{name}"
+        lines += _line(shown, earlier.sampling.get(name), facts.sampling[name])
+    for field, names in COMPARED.items():
+        before = getattr(earlier, field)
+        now = getattr(facts, field)
+        for name, shown in names.items():
+            lines += _line(f"another {shown}:", before.get(name), now.get(name))
+    return [*dict.fromkeys(lines), *_other_rewards(earlier, functions)]
+
+
+def _line(name: str, earlier: Any, now: Any) -> list[str]:
+    return [] if earlier == now else [f"{name} {_shown(earlier)}, not {_shown(now)}"]
+
+
+def _shown(value: Any) -> str:
+    is_checksum = isinstance(value, str) and len(value) == 64
+    return f"{value[:CHECKSUM_SHOWN]}..." if is_checksum else str(value)
+
+
+def _other_rewards(earlier: RoundFacts, functions: Sequence[RewardFunction]) -> list[str]:
+    """Return how the rewards of a round differ from --reward."""
+    # a function that returns numbers by name has several entries in the round
+    stored = {(one.file, one.function): one for one in earlier.rewards}
+    now = {(one.file, one.function): one for one in functions}
+    lines = [
+        f"--reward {file}:{function}" for file, function in stored if (file, function) not in now
+    ]
+    for (file, function), one in now.items():
+        before = stored.get((file, function))
+        if before is None:
+            lines.append(f"no --reward {file}:{function}")
+        elif before.sha256 != one.sha256:
+            lines.append(f"another file {file}: {_shown(before.sha256)}, not {_shown(one.sha256)}")
+        elif before.weight != one.weight:
+            lines.append(f"--reward {file}:{function}={before.weight:g}, not {one.weight:g}")
+    return lines

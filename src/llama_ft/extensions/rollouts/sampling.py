@@ -1,0 +1,251 @@
+"""Sample answers with the model itself: several to each prompt, with the log-probability of each
+token.
+
+An answer is a function of the model, its prompt and its seed: each token is chosen by one random
+number of the answer's own generator. Which answers share a batch does not depend on the number of
+ranks, so that rounding does not, either.
+
+    batch of 4 answers        prompt 0, answers 0 1 2 | prompt 1, answer 0
+    the next one              prompt 1, answers 1 2 | prompt 2, answers 0 1
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy
+import torch
+from pydantic.dataclasses import dataclass
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from llama_ft.config.value_types import STRICT
+from llama_ft.data import pad_token_id
+from llama_ft.data.batches.sampler import combine_seeds
+from llama_ft.errors import RunFailure
+from llama_ft.extensions.rollouts.rounds import Answer, Prompt
+from llama_ft.inference.load import LoadedModel
+from llama_ft.models import vocabulary_size
+from llama_ft.runtime import Ranks
+from llama_ft.training import free_unsharded
+from llama_ft.training.evaluation import prompt_arguments
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class Sampling:
+    """How answers are sampled.
+
+    Attributes:
+        temperature, top_p, top_k: of the distribution; 1, 1 and 0 leave it as it is.
+        max_completion_length: maximum tokens of an answer.
+        stop_ids: the tokens that end an answer.
+        num_generations: answers per prompt.
+        seed: from which those of the answers are made.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_completion_length: int
+    stop_ids: list[int]
+    num_generations: int
+    seed: int
+
+    def seed_of(self, step: int, prompt: Prompt, number: int) -> int:
+        """Return the seed of an answer: that to a prompt with this number in this round."""
+        return combine_seeds(self.seed, step, prompt.index, number)
+
+
+class Sampler(Protocol):
+    """What samples answers: the model itself, or servers."""
+
+    source: dict[str, Any]  # for round.json
+
+    def sample(self, prompts: Sequence[Prompt], step: int) -> list[list[Answer]]:
+        """Return the answers to each prompt of a round. All ranks call it, and get all answers."""
+        ...
+
+
+class _Item(NamedTuple):
+    """An answer to sample: the index of its prompt in the round, and its number."""
+
+    prompt: int
+    number: int
+
+
+class OwnSampler:
+    """Samples with a loaded model. Each rank answers some of the batches.
+
+    Args:
+        opened: the model and its tokenizer. Its generation config is replaced.
+        sampling: how.
+        batch_size: answers generated at once, per rank.
+        ranks: the ranks; they share the weights if the model is sharded.
+    """
+
+    def __init__(
+        self, opened: LoadedModel, sampling: Sampling, batch_size: int, ranks: Ranks
+    ) -> None:
+        self.source = {"kind": "own generation"}
+        self._model = opened.model
+        self._tokenizer = opened.tokenizer
+        self._sampling = sampling
+        self._batch_size = batch_size
+        self._ranks = ranks
+        pad = pad_token_id(opened.tokenizer, vocabulary_size(opened.model.config))
+        # not the model's generation_config.json, which may ask for other sampling or penalties
+        opened.model.generation_config = GenerationConfig(
+            do_sample=False, pad_token_id=pad, eos_token_id=sampling.stop_ids or None
+        )
+
+    def sample(self, prompts: Sequence[Prompt], step: int) -> list[list[Answer]]:
+        """Return the answers to each prompt of a round. All ranks call it, and get all answers."""
+        ranks = self._ranks
+        batches = list(self._batches(prompts))
+        answers = dict[_Item, Answer]()
+        for first in range(0, len(batches), ranks.answering.size):
+            number = first + ranks.answering.rank
+            is_own = number < len(batches)
+            if not is_own and ranks.shard.size == 1:
+                continue
+            # Ranks that share the weights generate equally often: all must join the all-gathers.
+            batch = batches[number] if is_own else batches[-1]
+            answered = self._answer(batch, prompts, step)
+            if is_own:
+                answers |= answered
+        together = dict[_Item, Answer]()
+        for part in ranks.gather(answers):
+            together |= part
+        numbers = range(self._sampling.num_generations)
+        indices = range(len(prompts))
+        return [[together[_Item(index, number)] for number in numbers] for index in indices]
+
+    def _batches(self, prompts: Sequence[Prompt]) -> Iterator[list[_Item]]:
+        """Yield what is generated at once. The answers of a batch have one maximum length."""
+        batch = list[_Item]()
+        for index, prompt in enumerate(prompts):
+            for number in range(self._sampling.num_generations):
+                is_other = bool(batch) and self._longest(prompts[batch[0].prompt]) != self._longest(
+                    prompt
+                )
+                if is_other or len(batch) == self._batch_size:
+                    yield batch
+                    batch = []
+                batch.append(_Item(index, number))
+        if batch:
+            yield batch
+
+    def _longest(self, prompt: Prompt) -> int:
+        """Return the maximum number of tokens of an answer: the model's positions limit it, too."""
+        context = positions(self._model.config)
+        return min(self._sampling.max_completion_length, context - len(prompt.token_ids))
+
+    @torch.no_grad()
+    def _answer(
+        self, batch: list[_Item], prompts: Sequence[Prompt], step: int
+    ) -> dict[_Item, Answer]:
+        own_prompts = [prompts[item.prompt] for item in batch]
+        seeds = []
+        for item, prompt in zip(batch, own_prompts, strict=True):
+            seeds.append(self._sampling.seed_of(step, prompt, item.number))
+        longest = self._longest(own_prompts[0])
+        token_ids = [prompt.token_ids for prompt in own_prompts]
+        arguments = prompt_arguments(self._model, token_ids, None, self._ranks.device)
+        choose = _ChooseTokens(seeds, longest, self._sampling, arguments["input_ids"])
+        is_sharded = self._ranks.shard.size > 1
+        self._model.generate(  # type: ignore[operator]  # a mixin's method
+            **arguments,
+            max_new_tokens=longest,
+            logits_processor=LogitsProcessorList([choose]),
+            synced_gpus=is_sharded,
+        )
+        if is_sharded:
+            free_unsharded(self._model)
+        tokens = torch.stack(choose.tokens, dim=1).cpu().numpy()
+        logprobs = torch.stack(choose.logprobs, dim=1).cpu().numpy()
+        answers = {}
+        for row, item in enumerate(batch):
+            answers[item] = make_answer(
+                tokens[row], logprobs[row], seeds[row], self._tokenizer, self._sampling.stop_ids
+            )
+        return answers
+
+
+class _ChooseTokens:
+    """Chooses the next token of each answer, as a logits processor of `generate`: all others get
+    -inf.
+
+    Args:
+        seeds: of the answers.
+        longest: maximum tokens of an answer.
+        sampling: the distribution.
+        prompt_ids: [answers, prompt tokens]
+
+    Attributes:
+        tokens: of each step, int64 [answers]; also after the end of an answer.
+        logprobs: of these tokens in the distribution, float32.
+    """
+
+    def __init__(
+        self, seeds: list[int], longest: int, sampling: Sampling, prompt_ids: torch.Tensor
+    ) -> None:
+        rows = [numpy.random.Generator(numpy.random.Philox(seed)).random(longest) for seed in seeds]
+        self._uniforms = torch.from_numpy(numpy.stack(rows)).to(prompt_ids.device)
+        self._temperature = sampling.temperature
+        self._width = prompt_ids.shape[1]
+        self._warpers = LogitsProcessorList()
+        if sampling.top_k:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self.tokens = list[torch.Tensor]()
+        self.logprobs = list[torch.Tensor]()
+
+    def __call__(self, tokens: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+        # a single -inf is allowed: it excludes a token
+        if not logits.amax(dim=-1).isfinite().all():
+            raise RunFailure(
+                "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
+            )
+        logits = logits.float() / self._temperature
+        logits = self._warpers(tokens, logits)  # type: ignore[arg-type]  # of one more class
+        logprobs = logits.log_softmax(dim=-1)
+        # Inverse of the cumulative distribution, in float64: in float32 its last digits would favor
+        # some of 100,000 tokens.
+        cumulative = logprobs.double().exp().cumsum(dim=-1)
+        uniform = self._uniforms[:, tokens.shape[1] - self._width].unsqueeze(1)
+        limit = uniform * cumulative[:, -1:]
+        chosen = torch.searchsorted(cumulative, limit, right=True)
+        chosen = chosen.clamp_max(logits.shape[-1] - 1)
+        self.tokens.append(chosen.squeeze(1))
+        self.logprobs.append(logprobs.gather(1, chosen).squeeze(1))
+        return torch.full_like(logits, -torch.inf).scatter(1, chosen, 0.0)
+
+
+def positions(config: Any) -> int:
+    """Return the number of positions of a model."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def make_answer(
+    tokens: Sequence[int] | numpy.ndarray,
+    logprobs: Sequence[float] | numpy.ndarray,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+) -> Answer:
+    """Return an answer from its tokens, of which those after the first end are dropped, and their
+    log-probabilities."""
+    ids = numpy.asarray(tokens, numpy.int32)
+    [ends] = numpy.isin(ids, list(stop_ids)).nonzero()
+    has_ended = len(ends) > 0
+    length = int(ends[0]) + 1 if has_ended else len(ids)
+    before_end = ids[: length - 1] if has_ended else ids
+    text = str(tokenizer.decode(before_end.tolist(), skip_special_tokens=True))
+    numbers = numpy.asarray(logprobs, numpy.float32)[:length]
+    return Answer(text, ids[:length], numbers, seed, has_ended)
