@@ -271,10 +271,10 @@ def named_extensions(file: Path) -> set[str]:
 
 
 def test_only_the_door_names_extensions() -> None:
-    """A recipe is allowed the extension of its name: it is how users start it."""
+    """A recipe is allowed the extension of its name, also in the plural: it is how users start it."""
     wrong = {str(file): named_extensions(file) for file in core_files() if file != DOOR}
     for file in (REPOSITORY / "recipes").glob("*.py"):
-        wrong[str(file)] = named_extensions(file) - {file.stem}
+        wrong[str(file)] = named_extensions(file) - {file.stem, f"{file.stem}s"}
     for folder in EXTENSIONS:
         for file in folder.rglob("*.py"):
             wrong[str(file)] = named_extensions(file) - {folder.name}

@@ -213,7 +213,7 @@ class _ChooseTokens:
                 "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
             )
         logits = logits.float() / self._temperature
-        logits = self._warpers(tokens, logits)  # type: ignore[arg-type]  # of one more class
+        logits = self._warpers(tokens, logits)
         logprobs = logits.log_softmax(dim=-1)
         # Inverse of the cumulative distribution, in float64: in float32 its last digits would favor
         # some of 100,000 tokens.

@@ -9,7 +9,7 @@ Source: vllm/entrypoints/openai/completion/protocol.py (return_token_ids since 0
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ UNCHANGED = {
 }
 ENDS = {"stop": True, "length": False}  # finish_reason -> the answer has ended
 PROBE_TEMPERATURE = 2.0
+PROBE_TOKENS = 5  # the most likely ones
+LEAST_GAP = 1e-3  # of log-probabilities, else nothing can be compared
 
 
 class ServerRequests(NamedTuple):
@@ -175,41 +177,55 @@ class ServerSampler:
         return result
 
     def _check_distribution(self, server: Server, prompt: Prompt) -> None:
-        """Check that log-probabilities are those of the distribution that is sampled. A probability
-        ratio p/q of two tokens becomes its square root at temperature 2."""
+        """Check that log-probabilities are those of the distribution that is sampled. Differences of
+        two tokens are halved at temperature 2."""
         settings = self._sampling
         if (settings.temperature, settings.top_p, settings.top_k) == (1, 1, 0):
             return
-        gaps = []
-        for temperature in (1.0, PROBE_TEMPERATURE):
-            content = {
-                **UNCHANGED,
-                "model": self._model,
-                "prompt": prompt.token_ids,
-                "seed": 0,
-                "max_tokens": 1,
-                "temperature": temperature,
-                "top_p": 1,
-                "top_k": 0,
-                "logprobs": 2,
-            }
-            try:
-                [likely] = _post(server, content)["choices"][0]["logprobs"]["top_logprobs"]
-            except (LookupError, TypeError, ValueError) as error:
-                raise UserError(
-                    f"--server {server.url}: gives no log-probabilities of tokens."
-                ) from error
-            first, second, *_ = sorted(likely.values(), reverse=True)
-            gaps.append(first - second)
-        if gaps[0] > 1e-3 and gaps[1] > gaps[0] * 0.75:
+        plain, halved = (
+            self._likely_tokens(server, prompt, temperature)
+            for temperature in (1.0, PROBE_TEMPERATURE)
+        )
+        both = plain.keys() & halved.keys()  # the sampled tokens, which are there, too, may differ
+        gap = _gap(plain, both)
+        if gap > LEAST_GAP and _gap(halved, both) > 0.75 * gap:
             raise UserError(
                 f"--server {server.url}: its log-probabilities ignore the temperature, --top_p and --top_k.\n"
                 "Start vLLM with --logprobs-mode processed_logprobs, or use --temperature 1 without the others."
             )
 
+    def _likely_tokens(
+        self, server: Server, prompt: Prompt, temperature: float
+    ) -> dict[str, float]:
+        """Return the log-probabilities of the tokens that are most likely to follow a prompt."""
+        content = {
+            **UNCHANGED,
+            "model": self._model,
+            "prompt": prompt.token_ids,
+            "seed": 0,
+            "max_tokens": 1,
+            "temperature": temperature,
+            "top_p": 1,
+            "top_k": 0,
+            "logprobs": PROBE_TOKENS,
+        }
+        try:
+            [likely] = _post(server, content)["choices"][0]["logprobs"]["top_logprobs"]
+            return {name: float(value) for name, value in likely.items()}
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"--server {server.url}: gives no log-probabilities of tokens."
+            ) from error
+
 
 class _Unusable(Exception):
     """An answer of a server that cannot be used. The message says why."""
+
+
+def _gap(values: dict[str, float], names: Collection[str]) -> float:
+    """Return the largest difference of some log-probabilities."""
+    chosen = [values[name] for name in names]
+    return max(chosen) - min(chosen) if chosen else 0.0
 
 
 def _post(server: Server, content: dict[str, Any]) -> dict[str, Any]:
