@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.start replaces it
@@ -31,6 +32,7 @@ from finetuning import build_model  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.config import DataConfig  # noqa: E402
+from llama_ft.evaluation.pass_at_k import describe_pass_at_k  # noqa: E402
 from llama_ft.extensions.rollouts.policy import (  # noqa: E402
     checksum_of,
     find_policy,
@@ -44,6 +46,8 @@ from llama_ft.extensions.rollouts.rounds import (  # noqa: E402
     Answer,
     Round,
     RoundFacts,
+    list_rounds,
+    read_round,
     rollouts_of,
     write_round,
 )
@@ -112,6 +116,8 @@ def main(flags: RolloutFlags) -> None:
                 seconds = time.monotonic() - started
                 log.info(f"round {step} of {len(rounds)}: {describe(rollouts)}, {seconds:.1f} s")
         if ranks.is_main:
+            if functions:
+                log.info(f"\n{describe_pass_at_k(totals_of(output_dir), flags.pass_threshold)}")
             log.info(f"\nRounds: {rollouts_of(output_dir)}")
 
 
@@ -215,6 +221,14 @@ def score(rollouts: Round, pool: RewardPool | None) -> Round:
 def with_reward(answer: Answer, scored: Any) -> Answer:
     """Return an answer with its rewards."""
     return replace(answer, rewards=scored.values, total=scored.total)
+
+
+def totals_of(output_dir: Path) -> list[list[float | None]]:
+    """Return the rewards of the answers to each prompt of all rounds."""
+    totals = []
+    for folder in list_rounds(output_dir):
+        totals += [[answer.total for answer in group] for group in read_round(folder).answers]
+    return totals
 
 
 def describe(rollouts: Round) -> str:
