@@ -31,7 +31,7 @@ TOKENS = {
     "checkpoint": 11_200,
     "config": 20_400,  # rollouts and several scored answers
     "cpu": 4700,
-    "data": 46_000,  # forms of traces, what context lengths keep, and parts that templates drop
+    "data": 46_200,  # forms of traces, what context lengths keep, what templates drop, shared steps
     "evaluation": 3500,
     "export": 10_100,
     "extensions": 0,  # each has its own line below

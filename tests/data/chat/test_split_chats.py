@@ -1,4 +1,4 @@
-"""Chats that become one sample per response, from --dataset to the report."""
+"""Chats that become several samples, from --dataset to the report."""
 
 import json
 from collections.abc import Callable
@@ -62,14 +62,14 @@ def test_the_data_report_counts_split_chats_and_gives_the_reason(
     data = prepared(path, qwen3)
     assert data.train["source"][:] == [
         f"{path}:1",
-        *(f"{path}:{line}, response {number} of 3" for line in (2, 3) for number in (1, 2, 3)),
+        *(f"{path}:{line}, part {number} of 3" for line in (2, 3) for number in (1, 2, 3)),
     ]
     [table, reason] = [line for line in data.summary if "became" in line or "inference" in line]
     after = sum(len(ids) for ids in data.train["input_ids"][1:])
     before = 0
     for sample in chats(2, responses=3):
         before += len(qwen3.apply_chat_template(sample["messages"], return_dict=False))
-    assert f"2 chats became 6 samples, one per response ({before:,} -> {after:,} tokens" in table
+    assert f"2 chats became 6 samples ({before:,} -> {after:,} tokens" in table
     assert f"{after / before:.2f}x" in table
     assert reason.startswith(f"  {path}:2: messages[1] is ")
     assert r"<think>\nno" in reason
@@ -222,7 +222,7 @@ def test_streamed_chats_are_split_too(qwen3: PreTrainedTokenizerFast, tmp_path: 
     (tmp_path / "job.py").write_text(STREAM)
     finished = forked(tmp_path / "job.py", tmp_path, ranks=1)
     assert finished.exit_code == 0, finished.output
-    places = [f"{path}:{line}, response {n} of 3" for line in (1, 2, 3, 4) for n in (1, 2, 3)]
+    places = [f"{path}:{line}, part {n} of 3" for line in (1, 2, 3, 4) for n in (1, 2, 3)]
     assert json.dumps(places) in finished.output.replace("'", '"')
-    assert finished.output.count("chats become one sample per response") == 1
+    assert finished.output.count("chats become several samples") == 1
     assert f"{path}:1: messages[1] is " in finished.output.replace("\n", "")

@@ -208,7 +208,7 @@ class StreamedBatches:
             return
         self._has_reported_split = True
         log.info(
-            "chats become one sample per response: inside a chat, the chat template writes "
+            "chats become several samples: inside a chat, the chat template writes "
             f"responses differently from how it does at inference\n  {next(iter(encoded.splits.values()))}"
         )
 

@@ -60,8 +60,7 @@ class ChatDiffers(Exception):
     """A template writes a response of this chat differently from how it does so at inference.
 
     Attributes:
-        pieces: one chat per response in the loss. It ends with that response, and the others have
-            weight 0.
+        pieces: chats that have each response in the loss once; see `ChatRenderer._divided`.
         text: the whole chat.
         reason: the first difference.
     """
@@ -124,7 +123,7 @@ class ChatRenderer:
         Raises:
             BadSample: the template rejects these messages or drops a part, or a response cannot be
                 found in the text.
-            ChatDiffers: the chat must be split into one sample per response.
+            ChatDiffers: the chat must be split into several samples.
         """
         text, blocks = self._with_end(messages, tools)
         for what in self._left_out(messages, tools, text):
@@ -141,14 +140,17 @@ class ChatRenderer:
             # The last response ends the chat, which is rendered already.
             rendered = (text, blocks) if index == last else None
             pieces.append(self._piece(messages[: index + 1], tools, rendered))
-        for index, piece in zip(indices, pieces, strict=True):
-            at_inference = piece.text[: piece.end]
-            if text.startswith(at_inference):
+        at_inference = {
+            index: piece.text[: piece.end] for index, piece in zip(indices, pieces, strict=True)
+        }
+        for index, expected in at_inference.items():
+            if text.startswith(expected):
                 continue
             if indices == [last]:
+                [piece] = pieces
                 return RenderedChat(piece.text, piece.spans, [piece.start])
-            reason = _difference(index, at_inference, text)
-            raise ChatDiffers(self.pieces(messages), text, reason)
+            reason = _difference(index, expected, text)
+            raise ChatDiffers(self._divided(messages, tools, at_inference), text, reason)
         spans = [span for piece in pieces for span in piece.spans]
         if self.has_generation_block:
             # a block may hold more after the end of a chat than inside of it (Phi-3)
@@ -158,18 +160,34 @@ class ChatRenderer:
                 spans += _clipped(blocks, piece.start, end)
         return RenderedChat(text, spans, [piece.start for piece in pieces])
 
-    def pieces(self, messages: list[Message]) -> list[list[Message]]:
-        """Return a chat per response in the loss. It ends with that response, and the responses
-        before it have weight 0."""
-        unweighted = []
-        for message in messages:
-            if message["role"] == "assistant":
-                message = {**message, "weight": 0}
-            unweighted.append(message)
-        conversations = []
-        for index in self._messages_in_loss(messages):
-            conversations.append([*unweighted[:index], messages[index]])
-        return conversations
+    def _divided(
+        self, messages: list[Message], tools: Tools | None, at_inference: dict[int, str]
+    ) -> list[list[Message]]:
+        """Return chats that have each response in the loss once, as at inference. Each ends with a
+        response. Those before it stay in the loss if the template writes them there as at inference,
+        such as the steps of an agent before the next question; the others have weight 0.
+
+        Args:
+            messages: the whole chat.
+            tools: JSON schemas of functions.
+            at_inference: by the index of a response in the loss, its prompt and itself.
+        """
+        remaining = list(at_inference)
+        chats = []
+        while remaining:
+            last = remaining[-1]
+            text, _ = self._with_end(messages[: last + 1], tools)
+            inside = [index for index in remaining if text.startswith(at_inference[index])]
+            if last not in inside:
+                inside = [last]
+            remaining = [index for index in remaining if index not in inside]
+            chat = []
+            for index, message in enumerate(messages[: last + 1]):
+                if message["role"] == "assistant" and index not in inside:
+                    message = {**message, "weight": 0}
+                chat.append(message)
+            chats.append(chat)
+        return chats[::-1]
 
     def _messages_in_loss(self, messages: list[Message]) -> list[int]:
         """Return the indices of the responses in the loss."""

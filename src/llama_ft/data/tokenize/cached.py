@@ -31,7 +31,7 @@ from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
 # increase it if streamed samples get other tokens; without streaming, the cache hashes the code
-CODE_VERSION = 8
+CODE_VERSION = 9
 # modules that determine the tokens
 CODE = (
     "chat/chat_template tokenize/content read/files read/formats read/media chat/loss_mask tokenize/notes "

@@ -176,7 +176,7 @@ class Encoder:
 
     def encode(self, sample: Sample, sample_format: SampleFormat) -> list[Encoded]:
         """Tokenize a sample and bring it to pieces of at most context_length tokens. See `tokenize`
-        and `fit`. A chat that must be split becomes a piece per response."""
+        and `fit`. A chat that must be split becomes several pieces."""
         try:
             input_ids, labels = self.tokenize(sample, sample_format)
         except ChatDiffers as chat:

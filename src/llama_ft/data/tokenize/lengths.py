@@ -15,7 +15,7 @@ LOST_END = (
     "--truncation drop skips samples that are longer than --context_length, and a longer "
     "--context_length keeps them"
 )
-# Per sample, added up over those that it becomes (a chat that is split becomes one per response).
+# Per sample, added up over those that it becomes (a chat may be split).
 # By the number of LENGTHS that are too short for a sample: samples, and their tokens in the loss. By
 # length: tokens in the loss that truncated samples keep, without those of samples that fit.
 LENGTH_FIELDS = [

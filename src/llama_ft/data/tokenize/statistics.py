@@ -63,7 +63,7 @@ class SplitStatistics:
         truncated, skipped: samples that lost tokens; samples that are too long or have no token in
         the loss.
         longest: tokens of the longest sample before truncation.
-        split_chats, split_samples: chats that became one sample per response; these samples.
+        split_chats, split_samples: chats that became several samples; these samples.
         whole_tokens, split_tokens: tokens of these chats, and of these samples before truncation.
         media, media_tokens: number of images, and of tokens that stand for them; both before
             truncation.
@@ -293,7 +293,7 @@ def _split_lines(name: str, split: SplitStatistics) -> list[str]:
     chats = plural(split.split_chats, "chat")
     tokens = f"{split.whole_tokens:,} -> {split.split_tokens:,} tokens, {growth:.2f}x"
     return [
-        f"{name}: {chats} became {plural(split.split_samples, 'sample')}, one per response ({tokens}): "
+        f"{name}: {chats} became {plural(split.split_samples, 'sample')} ({tokens}): "
         "inside a chat, the chat template writes responses differently from how it does at inference",
         f"  {split.first_split}",
     ]

@@ -139,7 +139,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
     problems = list[str]()
     splits = dict[int, str]()
     notes = dict[str, BadKind]()
-    # the examples of a sample; of each response if it is a chat that must be split
+    # the examples of a sample; of each part if it is a chat that must be split
     tokenized = dict[int, list[list[Example]]]()
     desirable = dict[int, bool]()
     for number, (place, packed) in enumerate(chunk):
@@ -151,7 +151,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
             try:
                 tokenized[number] = [examples_of(located_sample, sample_format, encoder)]
             except ChatDiffers as chat:
-                tokenized[number] = _of_each_response(
+                tokenized[number] = _of_each_part(
                     chat, located_sample, sample_format, encoder, examples_of
                 )
                 splits[number] = f"{place}: {chat.reason}"
@@ -179,16 +179,16 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         # A completion is not split, so each sample has one list of examples.
         mismatch([examples for [examples] in tokenized.values()], encoder.context_length)
     pieces = list[Piece]()
-    for number, responses in tokenized.items():
+    for number, parts in tokenized.items():
         counts = samples[number]
-        if _loses_an_end(responses, encoder):
+        if _loses_an_end(parts, encoder):
             notes[LOST_END] = BadKind.counted(notes.get(LOST_END), 1, chunk[number][0])
-        for response, examples in enumerate(responses, start=1):
+        for part, examples in enumerate(parts, start=1):
             place, _ = chunk[number]
             if number in splits:
                 counts["responses"] += 1
                 counts["tokens"] += sum(len(input_ids) for input_ids, _ in examples)
-                place = f"{place}, response {response} of {len(responses)}"
+                place = f"{place}, part {part} of {len(parts)}"
             groups = _fitting_groups(examples, encoder, counts)
             for group in groups:
                 for position, encoded in enumerate(group):
@@ -290,14 +290,14 @@ def _table(
     return pyarrow.table(columns, schema=MEDIA_FEATURES.arrow_schema)
 
 
-def _of_each_response(
+def _of_each_part(
     chat: ChatDiffers,
     sample: Sample,
     sample_format: SampleFormat,
     encoder: Encoder,
     examples_of: ExamplesOf,
 ) -> list[list[Example]]:
-    """Return the examples of each response of a chat that must be split.
+    """Return the examples of each part of a chat that must be split.
 
     Raises:
         BadSample: the responses of a pair cannot be split.
