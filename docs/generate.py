@@ -5,7 +5,8 @@ JSON schema of YAML configs, for editors.
 The settings come from the dataclasses of `llama_ft.config`, the flags of the other recipes from
 theirs, and the metrics from METRICS below, whose names a test compares with the code. The ready
 configs, the examples, the launch files and the notebook are shown as they are: the site has no other
-files. The repository's URL goes from pyproject.toml into the files of URL_KEYS. Run it from anywhere;
+files. The repository's URL goes from pyproject.toml into the files of URL_KEYS, and the highlights of
+the changelog into the README. Run it from anywhere;
 it needs no model and no network.
 """
 
@@ -39,14 +40,15 @@ RECIPES = {
     "check": ("Measure devices, network and disk before a run. Start it with torchrun, as the training.",
               "extensions.check.flags", "CheckFlags", ""),
     "inference": ("Ask a model: one prompt, a file of prompts, or a conversation.",
-                  "inference.flags", "InferenceFlags", "MODEL"),
+                  "inference.flags", "InferenceFlags", "[MODEL]"),
     "evaluate": ("Compute loss and perplexity, and run tasks of lm-evaluation-harness.",
-                 "evaluation.flags", "EvaluateFlags", "MODEL..."),
+                 "evaluation.flags", "EvaluateFlags", "[MODEL...]"),
     "export": ("Write a model or adapter in Hugging Face format from any checkpoint.",
                "export_flags", "ExportFlags", "CHECKPOINT OUT"),
     "rollout": ("Sample answers to prompts, score them, and write them in rounds.",
-                "extensions.rollouts.flags", "RolloutFlags", "MODEL"),
-    "report": ("Write the report of a run, or compare runs.", "extensions.report.run", "ReportFlags", "RUN..."),
+                "extensions.rollouts.flags", "RolloutFlags", "[MODEL]"),
+    "report": ("Write the report of a run, or compare runs.", "extensions.report.run", "ReportFlags", "[RUN...]"),
+    "watch": ("Watch a run in the terminal, from its files alone.", "extensions.report.watch", "WatchFlags", "[RUN]"),
 }  # fmt: skip
 # Key of metrics.jsonl -> its unit and meaning.
 METRICS = {
@@ -275,6 +277,19 @@ PAGES = {
     "launch": launch_page,
     "notebook": notebook_page,
 }
+# The README's list of news: the highlights of the changelog's newest version.
+NEWS = re.compile(r"(?<=\*\*New\*\*\n\n)- .*?(?=\n\n)", re.DOTALL)
+HIGHLIGHTS = re.compile(r"(?<=### Highlights\n\n)- .*?(?=\n\n)", re.DOTALL)
+
+
+def readme() -> str:
+    """The README with the highlights of the changelog."""
+    highlights = HIGHLIGHTS.search((REPOSITORY / "CHANGELOG.md").read_text())
+    assert highlights is not None, "CHANGELOG.md has no highlights"
+    text = (REPOSITORY / "README.md").read_text()
+    return NEWS.sub(lambda _: highlights[0], text, count=1)
+
+
 # File -> its key for the repository's URL.
 URL_KEYS = {"mkdocs.yml": "repo_url", "CITATION.cff": "repository-code"}
 
@@ -296,7 +311,7 @@ def files_with_url() -> dict[Path, str]:
 def stale() -> list[str]:
     """The pages and pictures that are not what the code says."""
     wanted = {REFERENCE / f"{name}.md": HEADER + page() for name, page in PAGES.items()}
-    wanted |= files_with_url()
+    wanted |= files_with_url() | {REPOSITORY / "README.md": readme()}
     wanted |= {FOLDER / name: draw() for name, draw in PICTURES.items()}
     return [
         file.name for file, text in wanted.items() if not file.exists() or file.read_text() != text
@@ -308,6 +323,7 @@ if __name__ == "__main__":
         sys.exit(
             f"stale: {', '.join(names)}; run python docs/generate.py" if (names := stale()) else 0
         )
+    (REPOSITORY / "README.md").write_text(readme())
     for file, text in files_with_url().items():
         file.write_text(text)
     for name, page in PAGES.items():

@@ -10,7 +10,7 @@ import sys
 
 from llama_ft.config.home import expanded
 from llama_ft.errors import UserError, exit_on_error
-from llama_ft.extensions.report.page import comparison_page, report_page
+from llama_ft.extensions.report.page import comparison_page, named_runs, report_page
 from llama_ft.extensions.report.run import ReportFlags, read_report_flags, read_run
 from llama_ft.processes import replace_text
 
@@ -19,7 +19,10 @@ def main(options: ReportFlags) -> None:
     """Read the runs and write the page."""
     try:
         runs = [read_run(expanded(name)) for name in options.paths]
-        page = report_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
+        if len(runs) == 1:
+            page = report_page(runs[0], price=options.price)
+        else:
+            page = comparison_page(named_runs(runs, options.names), options.price)
     except UserError:
         raise
     except Exception as error:  # files of another program, or corrupted files, may hold anything

@@ -29,7 +29,7 @@ from llama_ft.plan.flags import PlanFlags, read_plan_flags
 DEMO_CONFIG = REPOSITORY / "configs" / "demo.yaml"
 FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/", "examples/")
 MINE = Path("configs/mine.yaml")  # the config that the reader of the page below writes
-SCRIPTS = ("finetuning", "plan", "export", "report", "rollout", "inference", "evaluate")
+SCRIPTS = ("finetuning", "plan", "export", "report", "watch", "rollout", "inference", "evaluate")
 OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"(nnodes|nproc_per_node|rdzv_\w*|node_rank|shutdown-timeout|max_restarts|no[_-]\w*|logdir|key|help|version|config)$"
     # SLURM's
@@ -207,6 +207,7 @@ def flag_reader(script: str) -> Callable[[list[str]], Any]:
         "export": "export_flags",
         "report": "extensions.report.run",
         "rollout": "extensions.rollouts.flags",
+        "watch": "extensions.report.watch",
     }
     reader = importlib.import_module(f"llama_ft.{modules.get(script, f'{script}.flags')}")
     return lambda words: getattr(reader, f"read_{script}_flags")(words, "")
@@ -215,7 +216,7 @@ def flag_reader(script: str) -> Callable[[list[str]], Any]:
 def script_flag_names() -> set[str]:
     """Flags of the recipes that have a few of their own, out of their --help."""
     names = set[str]()
-    for script in ("check", "export", "report", "rollout", "inference", "evaluate"):
+    for script in ("check", "export", "report", "watch", "rollout", "inference", "evaluate"):
         printed = StringIO()
         with redirect_stdout(printed), suppress(SystemExit):
             flag_reader(script)(["--help"])
@@ -278,6 +279,9 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
         "setup.py",
         "README.md",
         "Makefile",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "mkdocs.yml",
     )
     for name in linked:
         (folder / name).symlink_to(REPOSITORY / name)

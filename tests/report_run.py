@@ -76,6 +76,7 @@ def write_run(
     )
     plan().save(folder)
     write_facts(folder)
+    RunMetadata(folder).add(ended="2026-11-29T04:12:10+00:00")
     return folder
 
 
@@ -90,10 +91,12 @@ def write_facts(folder: Path) -> None:
             "validation": asdict(validation),
         }
     )
+    attempt = {"step": 0, "time": "2026-11-29T04:00:00+00:00", "ranks": 2, "changed": {}}
+    facts.add(attempts=[attempt])
     facts.add(
         environment={
             "command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}",
-            "GPUs": "2 x H100",
+            "GPUs": "2 x NVIDIA H100 80GB HBM3, CUDA 13.0",
         }
     )
     layers = [f"model.layers.{n}" for n in range(LAYERS)]

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from . import comparison, concepts, curves, memory, planned, recording, run_path
+from . import comparison, concepts, curves, fits, memory, planned, recording, run_path
 
 FOLDER = Path(__file__).resolve().parents[1] / "img"
 PICTURES: dict[str, Callable[[], str]] = {
+    "fits.svg": fits.draw,
     "memory.svg": memory.draw,
     "planned.svg": planned.draw,
     "recording.svg": recording.draw,
@@ -18,6 +19,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 # The text that pages show in place of a picture.
 WORDS: dict[str, Callable[[], str]] = {
+    "fits.svg": fits.describe,
     "memory.svg": memory.describe,
     "planned.svg": planned.describe,
     "recording.svg": recording.describe,

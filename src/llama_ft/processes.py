@@ -9,7 +9,9 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +55,8 @@ class _Parent:
 
 
 PARENT = _Parent()
+CONSOLE_SCRIPT = "llama-ft"
+INSTALLED_COMMANDS = (CONSOLE_SCRIPT, "torchrun")  # which are started without their interpreter
 
 
 def attempt() -> int:
@@ -73,6 +77,24 @@ def end_restarts() -> None:
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     if attempt() < restarts and PARENT.is_alive():
         os.kill(PARENT.id, signal.SIGTERM)
+
+
+def typed_command() -> str:
+    """Return the command as it was typed, with its launcher. sys.argv has neither torchrun's words
+    nor the original form of the flags."""
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+    process = PARENT.id if is_launched else os.getpid()
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:  # not Linux, or the launcher has ended
+        command = ""
+    words = command.split("\0")[:-1]
+    names = [Path(word).name for word in words]
+    script = Path(sys.argv[0]).name
+    if script not in names and CONSOLE_SCRIPT not in names:  # another program calls the recipe
+        return shlex.join(sys.argv)
+    is_installed = len(names) > 1 and names[1] in INSTALLED_COMMANDS
+    return shlex.join([names[1], *words[2:]] if is_installed else [names[0], *words[1:]])
 
 
 def is_locked(file: Path) -> bool | None:

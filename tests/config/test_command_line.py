@@ -116,11 +116,12 @@ def test_help_lists_the_common_flags_and_help_all_every_flag_within_2_seconds(
 TOOLS = {
     "plan": ("[flags]", "--nproc"),
     "check": ("[RUN] [flags]", "--output_dir"),
-    "inference": ("MODEL [flags]", "--prompt"),
-    "evaluate": ("MODEL... [flags]", "--base"),
+    "inference": ("[MODEL] [flags]", "--prompt"),
+    "evaluate": ("[MODEL...] [flags]", "--base"),
     "export": ("CHECKPOINT OUT [flags]", "--merge"),
-    "report": ("RUN... [flags]", "--output"),
-    "rollout": ("MODEL [flags]", "--dataset"),
+    "report": ("[RUN...] [flags]", "--names"),
+    "watch": ("[RUN] [flags]", "--price"),
+    "rollout": ("[MODEL] [flags]", "--dataset"),
 }
 
 

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,23 @@ def test_a_run_gives_its_final_model_or_else_its_checkpoints(tmp_path: Path) -> 
     )
     make(tmp_path / "empty", "notes.txt")
     assert "holds no run" in str(result_problem(f"{tmp_path}/empty"))
+
+
+def test_without_a_model_the_newest_run_that_has_one_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="MODEL is needed, since there is no run in output/"):
+        read("--prompt", "Hi")
+    for name, files, moment in (
+        ("first", ["model/adapter_config.json", "model/adapter_model.safetensors"], 1),
+        ("second", ["checkpoints/step-000010/trainer.json"], 2),
+        ("empty", [], 3),  # it has saved nothing yet
+    ):
+        make(tmp_path / "output" / name, RUN_MARKER, "status.json", "config.yaml", *files)
+        os.utime(tmp_path / "output" / name / "status.json", (moment, moment))
+    assert read("--prompt", "Hi").paths == ["output/second"]
+    assert "The newest run: output/second\n" in capsys.readouterr().err
 
 
 def test_a_mistyped_run_is_not_looked_up_on_the_hub(

@@ -8,7 +8,7 @@ import pytest
 from model_shapes import write_llama
 
 from llama_ft.config import load
-from llama_ft.observe.summary import time_text
+from llama_ft.config.wording.messages import time_text
 from llama_ft.plan.duration import describe_time, step_seconds
 
 Plan = Callable[..., Any]

@@ -3,6 +3,8 @@
 import gzip
 import json
 import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,16 @@ from conftest import (
     losses,
     metrics,
     recipe,
+    run,
     series,
     write_jsonl,
     write_rows,
 )
 from forked import forked
 from plain_losses import load_model, mean_loss, read_jsonl, write_tokenized
+
+from llama_ft.extensions.report.live import moment, progress_of
+from llama_ft.extensions.report.run import read_run
 
 EXPORT = RECIPE.with_name("export.py")
 FSDP = "--enable_fsdp --low_cpu_fsdp"
@@ -364,6 +370,22 @@ def test_max_train_time_ends_a_run_as_its_last_step_would(launch: Finished, fold
     assert re.search(
         r"^Chat with it: \S*python recipes/inference.py \S+/timed$", launch.output, re.MULTILINE
     )
+
+
+def test_a_run_can_be_watched_from_its_files(launch: Finished, folder: Path) -> None:
+    progress = progress_of(read_run(folder / "lora"), time.time())
+    assert (progress.step, progress.total_steps, progress.ranks) == (3, 3, 2)
+    assert progress.checkpoint is not None and progress.checkpoint.step == 3
+    assert progress.spent_seconds is not None and progress.spent_seconds >= 0
+    assert progress.started_at is not None and progress.until >= progress.started_at
+    facts = json.loads((folder / "lora" / "facts.json").read_text())
+    assert facts["training_began"]["step"] == 0
+    assert moment(facts["ended"]) == progress.until
+    watched = run([sys.executable, str(RECIPE.with_name("watch.py")), str(folder / "lora")])
+    assert watched.exit_code == 0, watched.output
+    loss = losses(folder / "lora")[-1]
+    assert f"loss {loss:.4g}, mean of the last 3: " in " ".join(watched.output.split())
+    assert "after fine-tuning: " in watched.output
 
 
 @pytest.mark.slow

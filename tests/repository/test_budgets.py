@@ -27,9 +27,9 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 5400,  # datasets of extensions, and one sentence for a broken one
+    "": 5600,  # datasets of extensions, and the command as it was typed
     "checkpoint": 11_200,
-    "config": 20_400,  # rollouts and several scored answers
+    "config": 20_700,  # rollouts, several scored answers, the newest run
     "cpu": 4700,
     "data": 46_200,  # forms of traces, what context lengths keep, what templates drop, shared steps
     "evaluation": 3500,
@@ -38,7 +38,7 @@ TOKENS = {
     "extensions/check": 4300,
     "extensions/images": 11_200,
     "extensions/kubeflow": 850,
-    "extensions/report": 6100,
+    "extensions/report": 10_800,  # llama-ft watch, and the first rows of a report
     "extensions/rollouts": 14_000,  # rounds, samplers, servers, rewards and conversions
     "extensions/scores": 2200,
     "extensions/serving": 18_600,  # rules of edited adapters and probes, and of quantized bases
@@ -271,10 +271,15 @@ def named_extensions(file: Path) -> set[str]:
 
 
 def test_only_the_door_names_extensions() -> None:
-    """A recipe is allowed the extension of its name, also in the plural: it is how users start it."""
+    """A recipe is allowed the extension whose verb it is: it is how users start it."""
     wrong = {str(file): named_extensions(file) for file in core_files() if file != DOOR}
     for file in (REPOSITORY / "recipes").glob("*.py"):
-        wrong[str(file)] = named_extensions(file) - {file.stem, f"{file.stem}s"}
+        own = {
+            name
+            for name, extension in zip(door.NAMES, door.extensions(), strict=True)
+            if any(verb.recipe == file.stem for verb in extension.verbs.values())
+        }
+        wrong[str(file)] = named_extensions(file) - own
     for folder in EXTENSIONS:
         for file in folder.rglob("*.py"):
             wrong[str(file)] = named_extensions(file) - {folder.name}

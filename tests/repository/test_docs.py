@@ -301,7 +301,7 @@ def test_the_readme_is_short_and_its_first_screen_is_in_order() -> None:
         "make test",
     ]
     first_screen = "\n".join(lines[:FIRST_SCREEN])
-    marks = ["**Know the memory", "Qwen3.5", "img/memory.svg", "llama-ft plan", "make quickstart",
+    marks = ["**Know the memory", "Qwen3.5", "img/fits.svg", "llama-ft plan", "make quickstart",
              "make test", "--nproc 8", "quickstart.ipynb"]  # fmt: skip
     places = [first_screen.index(mark) for mark in marks]
     assert places == sorted(places)

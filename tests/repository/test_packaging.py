@@ -19,7 +19,7 @@ from model_shapes import write_config
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-VERBS = ["train", "plan", "chat", "evaluate", "export", "check", "report", "rollout"]
+VERBS = ["train", "plan", "chat", "evaluate", "export", "check", "report", "watch", "rollout"]
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
             "NOTICE", "THIRD_PARTY_NOTICES.md", "requirements.txt", "requirements-dev.txt", "src", "recipes",
             "configs", "examples"]  # fmt: skip

@@ -14,7 +14,7 @@ from pages import Page
 FOLDER = REPOSITORY / "docs" / "pictures"
 sys.path.insert(0, str(FOLDER.parent))
 
-from pictures import curves, draw, memory, plans, recording  # noqa: E402
+from pictures import curves, draw, fits, memory, plans, recording  # noqa: E402
 
 NAMES = list(draw.PICTURES)
 LARGEST = 300_000  # bytes
@@ -72,6 +72,13 @@ def test_the_recording_is_what_the_planner_prints(cache: Path) -> None:
 @pytest.mark.slow
 def test_the_bars_are_what_the_planner_says(cache: Path) -> None:
     assert plans.plan_methods(cache) == json.loads(memory.FIGURES.read_text())
+
+
+def test_a_bar_that_does_not_fit_leaves_its_frame() -> None:
+    text = draw.PICTURES["fits.svg"]()
+    too_much = [bar for bar in fits.read_bars() if not bar.fits]
+    assert len(too_much) == text.count('class="hatched"') == text.count(": too much<") == 2
+    assert {bar.card for bar in fits.read_bars()} == set(fits.CARDS)
 
 
 def test_the_curves_show_what_their_names_say() -> None:

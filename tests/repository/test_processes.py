@@ -1,4 +1,4 @@
-"""The end of restarts by torchrun, whose agent is the parent of the ranks."""
+"""The end of restarts by torchrun, whose agent is the parent of the ranks; and the command as it was typed."""
 
 import subprocess
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
+
+from llama_ft import processes
 
 # The script takes in orphans, as the first process of a container does. Its child is the agent, and
 # that one's child a rank. Both tell it by signals and files what they see.
@@ -56,3 +58,25 @@ def test_a_rank_ends_its_own_agent_and_no_other_process(agent: str, ended: str) 
         check=True,
     )
     assert finished.stdout.strip() == ended
+
+
+def test_the_command_is_as_it_was_typed_with_its_launcher(tmp_path: Path) -> None:
+    """A recipe changes its own sys.argv, and torchrun's words are in another process."""
+    script = tmp_path / "finetuning.py"
+    source = Path(processes.__file__).parents[1]
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(source)!r})\nfrom llama_ft.processes import typed_command\n"
+        "sys.argv[1:] = ['--lr=0.1']\nprint(typed_command())\n"
+    )
+    words = [str(script), "--lr", "1e-1", "--name", "a b"]
+    plain = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+    python = Path(sys.executable).name
+    assert plain.stdout == f"{python} {script} --lr 1e-1 --name 'a b'\n"
+    launcher = tmp_path / "torchrun"  # stands for torchrun: it starts Python with its variable
+    launcher.write_text(
+        "import os, subprocess, sys\n"
+        "subprocess.run([sys.executable, *sys.argv[3:]], env=os.environ | {'TORCHELASTIC_RUN_ID': '1'}, check=True)\n"
+    )
+    command = [sys.executable, str(launcher), "--nproc_per_node", "2", *words]
+    launched = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert launched.stdout == f"torchrun --nproc_per_node 2 {script} --lr 1e-1 --name 'a b'\n"

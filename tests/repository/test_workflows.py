@@ -1,5 +1,7 @@
 """The workflows of .github: what they may do, and their shell scripts, which are run here."""
 
+import base64
+import json
 import os
 import re
 import subprocess
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import REPOSITORY
+from pages import flag_errors, read_commands
 
 FOLDER = REPOSITORY / ".github" / "workflows"
 WORKFLOWS = sorted(FOLDER.glob("*.yml"))
@@ -151,3 +154,42 @@ def test_the_newest_versions_are_installed_after_the_others() -> None:
     for name in ("torch", "transformers", "peft", "datasets"):
         assert f" {name}" in upgrade
     assert "--upgrade" in upgrade
+
+
+def test_the_image_is_asked_for_commands_that_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker is not needed here: each command's own flags are read."""
+    monkeypatch.chdir(REPOSITORY)
+    steps = read_workflow("ci")["jobs"]["image"]["steps"]
+    lines = [step["run"] for step in steps if step.get("run", "").startswith("docker run")]
+    inside = [line.partition(" llama-ft ")[2] for line in lines]
+    assert [line.split()[1] for line in inside] == ["--version", "plan", "train"]
+    for line in inside:
+        [command] = read_commands(line)
+        assert command.text == line and not flag_errors(command)
+
+
+def test_a_released_image_has_the_version_of_its_tag(tmp_path: Path) -> None:
+    docker = tmp_path / "docker"  # in place of Docker: it notes how it was called
+    docker.write_text(
+        '#!/bin/sh\necho "$*" >> calls\n[ "$1" = run ] && echo "llama_ft 0.2.0"\nexit 0\n'
+    )
+    docker.chmod(0o755)
+    script = script_of("release", "Build and push the image")
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "GITHUB_REPOSITORY": "Owner/llama_ft",
+        "GITHUB_ACTOR": "me",
+        "GH_TOKEN": "token",
+    }
+    done = run_script(script, tmp_path, GITHUB_REF_NAME="v0.2.0", **variables)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    image = "ghcr.io/owner/llama_ft"
+    assert calls[0] == f"build -t {image}:0.2.0 -t {image}:latest ."
+    assert calls[2:] == [f"push {image}:0.2.0", f"push {image}:latest"]
+    login = json.loads((tmp_path / ".docker" / "config.json").read_text())
+    assert base64.b64decode(login["auths"]["ghcr.io"]["auth"]) == b"me:token"
+    (tmp_path / "calls").unlink()
+    done = run_script(script, tmp_path, GITHUB_REF_NAME="v0.3.0", **variables)
+    assert done.returncode != 0 and "push" not in (tmp_path / "calls").read_text()

@@ -64,8 +64,8 @@ class EvaluateFlags(DataConfig, ModelFlags):
     run's."""
 
     paths: list[str] = Field(default_factory=list)
-    """MODEL...: one or more. A run's directory, a checkpoint, a saved adapter, or the directory or
-    Hub name of a model."""
+    """[MODEL...]: one or more. A run's directory, a checkpoint, a saved adapter, or the directory or
+    Hub name of a model; if not given, the newest run in output/."""
 
     base: bool = False
     """Evaluate the base model of each MODEL, too, and show the difference."""

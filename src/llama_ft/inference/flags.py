@@ -2,6 +2,7 @@
 checkpoint, adapter, model."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.home import expanded
+from llama_ft.config.newest_run import NO_RUN, newest_run
 from llama_ft.config.paths import (
     file_problem,
     folder_problem,
@@ -24,10 +26,12 @@ from llama_ft.config.reading.load import with_present_names
 from llama_ft.config.reading.tool_flags import check, read
 from llama_ft.config.settings.settings import Config, QuantizationConfig
 from llama_ft.config.value_types import STRICT, Count, CountOrZero
+from llama_ft.errors import rank
 from llama_ft.export_flags import export_kind
 
 # run: without a final model, but with checkpoints
 Result = Literal["checkpoint", "run", "adapter", "model"]
+MODEL_NAMES = "It is a run's directory, or a model's directory or Hub name."
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -35,8 +39,8 @@ class ModelFlags:
     """Which model is loaded, and how."""
 
     paths: list[str] = Field(default_factory=list)
-    """MODEL: a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a
-    model."""
+    """[MODEL]: a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a
+    model; if not given, the newest run in output/."""
 
     model_name: str | None = None
     """Another way to name MODEL; with --peft_model its base model."""
@@ -166,8 +170,8 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
 
 
 def check_models(options: ModelFlags) -> list[str]:
-    """Put every named model into `paths`, and return the error messages about them. With
-    --peft_model, --model_name is the base model, as in llama-recipes."""
+    """Put every named model into `paths`, or else the newest run, and return the error messages
+    about them. With --peft_model, --model_name is the base model, as in llama-recipes."""
     if options.peft_model and options.model_name and not options.base_model:
         options.base_model = options.model_name
         options.model_name = None
@@ -183,7 +187,13 @@ def check_models(options: ModelFlags) -> list[str]:
     if problem:
         errors.append(f"--base_model {options.base_model}: {problem}")
     if not errors and not options.paths:
-        errors.append("MODEL is needed: output/<run>, or a model's directory or Hub name.")
+        newest = newest_run(find_result)
+        if newest is None:
+            errors.append(f"MODEL is needed, since {NO_RUN}\n{MODEL_NAMES}")
+        else:
+            options.paths = [str(newest)]
+            if rank() == 0:
+                print(f"The newest run: {newest}", file=sys.stderr)
     return errors
 
 

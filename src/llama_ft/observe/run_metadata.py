@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import torch
 
 from llama_ft.errors import reason
 from llama_ft.masking import mask_secrets
-from llama_ft.processes import replace_text
+from llama_ft.processes import replace_text, typed_command
 from llama_ft.runtime.console import log
 
 FACTS_FILE = "facts.json"
@@ -106,7 +105,7 @@ def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
     """Return the hardware, the command, the versions of Python and of libraries, and `layout`, the
     text about the ranks; name -> text."""
     facts = {
-        "command": shlex.join(sys.argv),
+        "command": typed_command(),
         "ranks": layout,
         **versions,
         "host": f"{socket.gethostname()}, {os.cpu_count()} cores",

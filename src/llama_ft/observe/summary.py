@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ft.config import Config
+from llama_ft.config.newest_run import is_newest
+from llama_ft.config.wording.messages import time_text
 
-# seconds, name, and the shortest duration that is printed in this unit
-TIME_UNITS = (
-    (3600, "h", 5400),
-    (60, "min", 90),
-    (1, "s", 1),
-)
 VERBS = {"inference.py": "chat", "evaluate.py": "evaluate", "export.py": "export"}  # of llama-ft
 
 
@@ -62,9 +58,12 @@ def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> st
 
     def command(recipe: str, *words: str) -> str:
         if Path(sys.argv[0]).name.startswith("llama-ft "):  # see commands.py
-            return shlex.join(["llama-ft", VERBS[recipe], str(run), *words])
+            return shlex.join(["llama-ft", VERBS[recipe], *words])
         script = os.path.relpath(recipes / recipe)
-        return shlex.join([python, script, str(run), *words])
+        return shlex.join([python, script, *words])
+
+    # chat and evaluate take the newest run if none is named
+    named = [] if is_newest(run) else [str(run)]
 
     took = time_text(outcome.seconds)
     lines = ["", f"Training ended after {outcome.ended}. The run took {took}."]
@@ -80,23 +79,18 @@ def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> st
     kind = "adapter" if is_adapter else "model"
     lines.append(f"The fine-tuned {kind} of step {outcome.weights_of}: {run / 'model'} {report}")
     if config.preference.entry.has_score:
-        lines.append(f"Score responses with it: {command('inference.py', '--prompts', 'FILE')}")
+        lines.append(
+            f"Score responses with it: {command('inference.py', *named, '--prompts', 'FILE')}"
+        )
     else:
-        lines.append(f"Chat with it: {command('inference.py')}")
+        lines.append(f"Chat with it: {command('inference.py', *named)}")
         if outcome.has_validation:
-            lines.append(f"Evaluate it: {command('evaluate.py', '--base')}")
+            lines.append(f"Evaluate it: {command('evaluate.py', *named, '--base')}")
     exported = f"{run}-exported"
     if is_adapter:
-        lines.append(f"Merge it: {command('export.py', exported, '--merge')}")
+        lines.append(f"Merge it: {command('export.py', str(run), exported, '--merge')}")
     else:
-        lines.append(f"Export it: {command('export.py', exported, '--save_dtype', 'bfloat16')}")
+        lines.append(
+            f"Export it: {command('export.py', str(run), exported, '--save_dtype', 'bfloat16')}"
+        )
     return "\n".join(lines)
-
-
-def time_text(seconds: float) -> str:
-    """Return a duration as text: `63 ms`, `5.2 s`, `14 min`, `3.5 h`."""
-    for size, name, least in TIME_UNITS:
-        if seconds >= least:
-            digits = 0 if seconds >= 10 * size else 1
-            return f"{seconds / size:,.{digits}f} {name}"
-    return f"{seconds * 1000:.0f} ms"

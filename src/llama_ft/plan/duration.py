@@ -3,8 +3,8 @@
 import re
 
 from llama_ft.config import Config
+from llama_ft.config.wording.messages import time_text
 from llama_ft.observe.flops import peak_of
-from llama_ft.observe.summary import time_text
 from llama_ft.plan.types import Plan
 from llama_ft.runtime.devices import PRECISIONS
 

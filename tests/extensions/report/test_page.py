@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from report_run import LAYERS, MARKUP, SECRET, write_run
 
-from llama_ft.extensions.report.page import comparison_page, report_page
+from llama_ft.extensions.report.page import comparison_page, named_runs, report_page
 from llama_ft.extensions.report.run import read_run
 from llama_ft.processes import replace_text
 
@@ -28,6 +28,7 @@ HEADINGS = [
     "Environment",
     "Settings",
 ]
+EXPORT = "export R R-exported --save_dtype bfloat16"
 FROM_ELSEWHERE = {"src", "srcset", "href", "action", "data", "poster"}
 
 
@@ -174,6 +175,8 @@ def test_the_first_screen_has_the_loss_the_main_numbers_and_the_answers(report: 
     assert names == [
         "Validation loss",
         "Training loss",
+        "Time",
+        "Hardware",
         "Steps",
         "Tokens per second",
         "MFU",
@@ -209,3 +212,103 @@ def test_the_head_names_the_method(
         )
     )
     assert f'<p class="about">demo · {method} · trained on' in report_page(read_run(run))
+
+
+def test_one_sentence_says_what_the_run_has_achieved(run_dir: Path, tmp_path: Path) -> None:
+    page = report_page(read_run(run_dir))
+    [sentence] = re.findall(r'<p class="verdict">(.*?)</p>', page)
+    assert sentence == (
+        "Full fine-tuning on demo, 60 samples, 60 steps in 12 min on 2 x H100 80GB HBM3: validation loss fell from 3 "
+        "to 1.5; peak GPU memory 235.0 MiB (planned: 230.0 MiB)."
+    )
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    facts = json.loads((run / "facts.json").read_text())
+    for evaluated, size in (
+        ({"losses": 2000, "of_tokens": True, "answers": 0}, "on 2,000 of 3,000 tokens"),
+        ({"losses": 2990, "of_tokens": True, "answers": 0}, "on all 2,990 tokens"),
+        ({"losses": 37, "of_tokens": False, "answers": 0}, "on 37 samples"),
+    ):
+        (run / "facts.json").write_text(json.dumps(facts | {"evaluated": evaluated}))
+        page = report_page(read_run(run))
+        assert f"validation loss fell from 3 to 1.5 {size};" in page
+        assert f'<div class="muted">{size}; 3 before training' in page
+
+
+def test_a_loss_that_did_not_fall_is_not_called_a_success(run_dir: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for last, words in (
+        (3.001, "3 before and 3.001 after, no change"),
+        (3.5, "rose from 3 to 3.5"),
+    ):
+        lines[60]["eval/loss"] = last
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert f"validation loss {words};" in report_page(read_run(run))
+
+
+def test_a_price_gives_the_cost_of_all_ranks(run_dir: Path) -> None:
+    """2 ranks, 12 min 10 s, 3 per hour."""
+    cards = re.findall(
+        r'name">Cost</div><div class="value">(.*?)<', report_page(read_run(run_dir), 3)
+    )
+    assert cards == [f"{2 * 3 * 730 / 3600:.2f}"]
+    assert ">Cost<" not in report_page(read_run(run_dir))
+
+
+def test_a_score_has_its_size_and_its_value_before_training(run_dir: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for step, score in ((0, 0.25), (40, 0.75), (60, 0.5)):
+        lines[step]["eval/score"] = score
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    facts = json.loads((run / "facts.json").read_text())
+    facts["evaluated"] = {"losses": 3000, "of_tokens": True, "answers": 8}
+    (run / "facts.json").write_text(json.dumps(facts))
+    page = report_page(read_run(run))
+    assert "score rose from 0.25 to 0.5 over 8 answers" in page
+    assert "over 8 answers; 0.25 before training; highest 0.75 at step 40" in page
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "expected"),
+    [
+        ({}, "finished", ["chat R", "evaluate R --base", EXPORT]),
+        ({"use_peft: false": "use_peft: true"}, "finished",
+         ["chat R", "evaluate R --base", "export R R-exported --merge"]),
+        ({"objective: sft": "objective: reward"}, "finished",
+         ["chat R --prompts FILE", "evaluate R --base", EXPORT]),
+        ({"save_model: true": "save_model: false"}, "finished", []),
+        ({}, "failed", []),
+    ],
+)  # fmt: skip
+def test_the_next_commands_are_those_that_fit_the_run(
+    tmp_path: Path, settings: dict[str, str], state: str, expected: list[str]
+) -> None:
+    run = write_run(tmp_path / "run", state)
+    text = (run / "config.yaml").read_text()
+    for old, new in settings.items():
+        assert old in text
+        text = text.replace(old, new)
+    (run / "config.yaml").write_text(text)
+    commands = re.findall(r"<dd><code>(.*?)</code>", report_page(read_run(run)))
+    served = [f"vllm serve {run}-exported"] if expected else []
+    assert commands == [f"llama-ft {line.replace('R', str(run))}" for line in expected] + served
+
+
+def test_checkpoints_have_their_times_at_their_own_steps(run_dir: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    facts = json.loads((run / "facts.json").read_text())
+    facts["saves"] = {"40": [0.1, 1.5], "20": [0.3, 1.0], "60": [0.2, 2.0]}
+    (run / "facts.json").write_text(json.dumps(facts))
+    curves = read_run(run).curves
+    assert curves["perf/save_seconds"].steps.tolist() == [20, 40, 60]
+    assert curves["perf/save_seconds"].values.tolist() == [1.0, 1.5, 2.0]
+    assert curves["perf/save_stall_seconds"].values.tolist() == [0.3, 0.1, 0.2]
+
+
+def test_compared_runs_have_different_names(run_dir: Path) -> None:
+    run = read_run(run_dir)
+    assert [run.name for run in named_runs([run, run])] == ["a run (a)", "a run (b)"]
+    assert [run.name for run in named_runs([run, run], ["low", "high"])] == ["low", "high"]
+    text = comparison_page(named_runs([run, run]))
+    assert "<h1>a run (a), a run (b)</h1>" in text and f"<td>{run_dir}</td>" in text

@@ -15,6 +15,7 @@ from report_run import write_run
 from llama_ft.config.paths import RUN_MARKER
 from llama_ft.data.tokenize.statistics import BadKind, BuildReport, SplitStatistics, warnings_of
 from llama_ft.errors import UserError
+from llama_ft.extensions.report.memory import BASE, rising
 from llama_ft.extensions.report.page import report_page
 from llama_ft.extensions.report.run import differing_settings, read_run
 from llama_ft.extensions.report.write import write_or_warn
@@ -106,6 +107,21 @@ def test_each_measure_of_memory_has_its_own_name(run_dir: Path, tmp_path: Path) 
     process = page.partition("Peak host memory in each phase")[2].partition("</figure>")[0]
     assert "predicted" not in process
     assert "Python and its libraries" in process and ">235.0 MiB<" in process
+    assert "Host memory (RSS), peak so far" not in page, "one measure is enough"
+
+
+def test_phases_that_only_repeat_an_earlier_peak_have_no_bar() -> None:
+    peaks = {
+        BASE: 1.0,
+        "load": 2.0,
+        "forward": 5.0,
+        "backward": 5.02,
+        "evaluation": 6.0,
+        "save": 4.0,
+    }
+    shown, others = rising(peaks)
+    assert shown == {BASE: 1.0, "load": 2.0, "forward": 5.0, "evaluation": 6.0}
+    assert others == ["backward", "save"]
 
 
 def test_answers_between_the_first_and_the_last_are_folded(run_dir: Path, tmp_path: Path) -> None:
@@ -184,6 +200,11 @@ def test_the_script_writes_one_report_or_a_comparison(run_dir: Path, tmp_path: P
     assert report(first, second, "--output", tmp_path / "both.html").exit_code == 0
     assert "Settings that differ" in (tmp_path / "both.html").read_text()
     assert not (second / "report.html").exists()
+    flags = ["--output", tmp_path / "both.html", "--names", "low,high", "--price", "2"]
+    assert report(first, second, *flags).exit_code == 0
+    assert "<h1>low, high</h1>" in (tmp_path / "both.html").read_text()
+    finished = report(first, second, "--names", "low")
+    assert finished.output == "error: --names: has 1 name for 2 runs.\n"
 
 
 def test_only_reports_are_replaced(run_dir: Path, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_server_that_is_gone_is_named(servers: Servers) -> None:
     with pytest.raises(UserError) as error:
         sampler.sample(PROMPTS, step=1)
     assert "connection refused" in str(error.value)
-    assert len(error.value.messages) == 2  # one for each server
+    assert len(error.value.messages) <= 2  # the other server may not have been asked yet
 
 
 def test_log_probabilities_that_ignore_the_temperature_are_rejected(servers: Servers) -> None:

@@ -100,6 +100,23 @@ def size_text(size_bytes: float) -> str:
     )
 
 
+# seconds, name, and the shortest duration that is printed in this unit
+TIME_UNITS = (
+    (3600, "h", 5400),
+    (60, "min", 90),
+    (1, "s", 1),
+)
+
+
+def time_text(seconds: float) -> str:
+    """Return a duration as text: `63 ms`, `5.2 s`, `14 min`, `3.5 h`."""
+    for size, name, least in TIME_UNITS:
+        if seconds >= least:
+            digits = 0 if seconds >= 10 * size else 1
+            return f"{seconds / size:,.{digits}f} {name}"
+    return f"{seconds * 1000:.0f} ms"
+
+
 MOST_ERRORS = 20  # messages of one command
 MOST_SHOWN = 1000  # characters of a value
 LONGEST_NAME = 100  # names of settings are shorter, and difflib takes quadratic time

@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
@@ -17,13 +18,14 @@ from typing import Any, NamedTuple
 import numpy
 from markupsafe import Markup
 
-from llama_ft.config.wording.messages import size_text
+from llama_ft.extensions.report.cards import Card, cards_of, next_commands, verdict_of
+from llama_ft.extensions.report.memory import BASE, memory_of, rising
 from llama_ft.extensions.report.plot import TEMPLATES, Plot, Series, number, smoothed
 from llama_ft.extensions.report.run import Run, differing_settings
 from llama_ft.phases import MEMORY_CATEGORIES, PHASES
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HERE = Path(__file__).parent
-BASE = "Python and its libraries"
 PICTURE = "data:image/jpeg;base64,"  # as training writes pictures of samples
 ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "info", "died": "bad"}
 METRIC_PLOTS = {  # key -> title
@@ -80,14 +82,6 @@ UNITS = {  # end of a key -> units, largest first
 }
 
 
-class Card(NamedTuple):
-    """A number at the top of the report."""
-
-    name: str
-    value: str
-    more: str = ""
-
-
 class UnitRow(NamedTuple):
     """Equal FSDP units that follow each other: one line of the table."""
 
@@ -98,23 +92,14 @@ class UnitRow(NamedTuple):
     unsharded_bytes: int
 
 
-class Memory(NamedTuple):
-    """Predicted and measured memory, both as name -> bytes on the rank with the highest memory.
+def report_page(run: Run, price: float | None = None, refresh_seconds: int | None = None) -> str:
+    """Return the report of a run as HTML.
 
-    Without a GPU, the peaks of tensors cannot be measured: only the whole process can, which is not
-    what the plan predicts. Then `phases` is empty.
+    Args:
+        run: its files.
+        price: of a GPU per hour; if given, the report has the cost.
+        refresh_seconds: if given, a browser loads the page again after so many seconds.
     """
-
-    # peaks of tensors per phase: (predicted, measured)
-    phases: tuple[dict[str, float], dict[str, float]]
-    held: tuple[dict[str, float], dict[str, float]]  # tensors that remain after a step, by category
-    # without a GPU: host memory before loading, and at the peak of each phase
-    process: dict[str, float]
-    ranks: dict[str, list[float | None]]  # measured on each rank, by phase and category
-
-
-def report_page(run: Run) -> str:
-    """Return the report of a run as HTML."""
     loss = _lines(run, "train/loss", "training") + _lines(run, "eval/loss", "validation", 1)
     of_sets = [key for key in run.curves if LOSS_OF_A_SET.fullmatch(key)]
     for colour, key in enumerate(of_sets, start=2):
@@ -128,7 +113,10 @@ def report_page(run: Run) -> str:
         )
         for attempt in run.attempts[1:]
     ]
+    memory = memory_of(run)
     titles = METRIC_PLOTS | own_metrics([run])
+    if memory.process:  # one measure: its peak of each phase is below, without files in memory
+        del titles["memory/host_peak_bytes"]
     for key, title in titles.items():
         if key.endswith("/loss") or key not in run.curves:
             continue
@@ -141,13 +129,17 @@ def report_page(run: Run) -> str:
             plots.append(Plot(_title(title, unit), lines, marks=marks).svg())
     return _render(
         "run.html",
+        refresh_seconds=refresh_seconds,
         title=run.name,
         run=run,
-        cards=cards_of(run),
+        verdict=verdict_of(run),
+        cards=cards_of(run, price),
+        next_commands=next_commands(run),
         loss=Plot("Loss", loss, fits=True, is_wide=True, marks=marks).svg(),
         plots=plots,
         constants=constants,
-        memory=memory_of(run),
+        memory=memory,
+        rising=rising(memory.process),
         samples=questions_of(run, "samples"),
         scored=questions_of(run, "scored"),
         units=unit_rows(run.facts.get("units", [])),
@@ -206,13 +198,27 @@ def own_metrics(runs: Sequence[Run]) -> dict[str, str]:
     return {key: key for key in sorted(keys - METRIC_PLOTS.keys() - UNPLOTTED)}
 
 
-def comparison_page(runs: Sequence[Run]) -> str:
+def named_runs(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Run]:
+    """Return runs with different names: the given ones, or else those of their directories. Equal
+    ones get a letter."""
+    chosen = list(names) or [run.name for run in runs]
+    seen = Counter[str]()
+    named = []
+    for run, name in zip(runs, chosen, strict=True):
+        seen[name] += 1
+        letter = LETTERS[(seen[name] - 1) % len(LETTERS)]
+        own = f"{name} ({letter})" if chosen.count(name) > 1 else name
+        named.append(dataclasses.replace(run, name=own))
+    return named
+
+
+def comparison_page(runs: Sequence[Run], price: float | None = None) -> str:
     """Return a page that compares several runs: their curves in shared plots, their results, and
-    differing settings."""
-    if len({run.name for run in runs}) < len(runs):
-        runs = [dataclasses.replace(run, name=str(run.folder)) for run in runs]
+    differing settings. `price`: of a GPU per hour."""
     plots = []
     titles = METRIC_PLOTS | own_metrics(runs)
+    if all(memory_of(run).process for run in runs):
+        del titles["memory/host_peak_bytes"]
     for key, title in titles.items():  # one line per run: the smoothed one if there is one
         unit = unit_of(runs, key)
         lines = list[Series]()
@@ -223,7 +229,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
     # name of a card -> that card of each run, None for runs without it
     rows = dict[str, list[Card | None]]()
     for number_of_run, run in enumerate(runs):
-        for card in cards_of(run):
+        for card in cards_of(run, price):
             rows.setdefault(card.name, [None] * len(runs))[number_of_run] = card
     values = {"plots": plots, "differing": differing_settings(list(runs))}
     return _render("compare.html", title=f"{len(runs)} runs", runs=runs, rows=rows, **values)
@@ -249,43 +255,6 @@ def _render(template: str, **values: Any) -> str:
     return page.encode("utf-8", "replace").decode()  # a response may hold half a surrogate pair
 
 
-def memory_of(run: Run) -> Memory:
-    """Return the memory predicted by the plan and the memory measured in facts.json and
-    metrics.jsonl."""
-    is_gpu = "memory/device_peak_bytes" in run.curves
-    kind = "device_peak_bytes" if is_gpu else "anonymous_peak_bytes"
-    measured = run.facts.get("memory", {})
-    peaks = run.plan.get("peaks", [])
-    ranks: dict[str, list[float | None]] = {}
-    most: dict[str, float] = {}  # of the rank with the highest memory
-    for phase, peaks_of_ranks in measured.get("phases", {}).items():
-        sizes = [rank.get(kind) for rank in peaks_of_ranks]
-        ranks[phase] = sizes
-        most[phase] = max(filter(None, sizes), default=0.0)
-    held: dict[str, float] = {}
-    for name in MEMORY_CATEGORIES:
-        held_by_ranks = [rank.get(name) for rank in measured.get("holders", [])]
-        present = [size for size in held_by_ranks if size is not None]
-        if present:
-            held[name] = max(present)
-            ranks[f"holds: {name}"] = held_by_ranks
-    planned: dict[str, float] = {}
-    for peak in peaks:
-        if peak["phase"] == "optimizer step":
-            planned = peak["holders"]
-            break
-    predicted_peaks = {peak["phase"]: peak["bytes"] for peak in peaks}
-    predicted_held = {name: planned[name] for name in held if planned.get(name)}
-    base = {BASE: measured["base_bytes"]} if "base_bytes" in measured else {}
-    is_process = bool(most) and not is_gpu
-    return Memory(
-        phases=({}, {}) if is_process else (predicted_peaks, most),
-        held=(predicted_held, held),
-        process=base | most if is_process else {},
-        ranks=ranks,
-    )
-
-
 def unit_of(runs: Sequence[Run], key: str) -> Unit:
     """Return the largest unit in which the metric's largest value is at least 1."""
     curves = [run.curves[key] for run in runs if key in run.curves]
@@ -298,43 +267,6 @@ def unit_of(runs: Sequence[Run], key: str) -> Unit:
         if unit.size <= largest:
             return unit
     return units[-1]
-
-
-def cards_of(run: Run) -> list[Card]:
-    """Return the numbers at the top of the report."""
-    curves = run.curves
-    total = run.facts.get("total_steps")
-    epochs = f"epoch {curves['epoch'].values[-1]:.3g}" if "epoch" in curves else ""
-    cards = list[Card]()
-    for key, name in (("eval/loss", "Validation loss"), ("train/loss", "Training loss")):
-        if key in curves:
-            steps, values = curves[key]
-            compared = list[str]()
-            if steps[0] == 0:
-                compared.append(f"{number(values[0])} before training")
-            if values.min() < values[-1]:
-                lowest = steps[values.argmin()]
-                compared.append(f"lowest {number(values.min())} at step {lowest:,.0f}")
-            cards.append(Card(name, number(values[-1]), "; ".join(compared)))
-    cards.append(Card("Steps", f"{run.step:,}" + (f" of {total:,}" if total else ""), epochs))
-    for key, name, text in (
-        ("perf/tokens_per_second", "Tokens per second", "{:,.0f}"),
-        ("perf/mfu", "MFU", "{:.0%}"),
-    ):
-        if key in curves:
-            settled = curves[key].values[len(curves[key].values) // 2 :]
-            cards.append(Card(name, text.format(numpy.median(settled)), "median of last half"))
-    memory = memory_of(run)
-    predicted, measured = (max(sizes.values(), default=0.0) for sizes in memory.phases)
-    if measured:
-        plan = f"planned: {size_text(predicted)}" if predicted else ""
-        cards.append(Card("Peak GPU memory", size_text(measured), plan))
-    elif memory.process:
-        largest = size_text(max(memory.process.values()))
-        base = memory.process.get(BASE)
-        more = f"{size_text(base)} of it before loading" if base else ""
-        cards.append(Card("Peak host memory", largest, more))
-    return cards
 
 
 def _lines(run: Run, key: str, name: str, colour: int = 0, unit: Unit = PLAIN) -> list[Series]:

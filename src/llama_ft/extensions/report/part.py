@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Literal
 
 from llama_ft import observe
+from llama_ft.data import StepBatches
 from llama_ft.run import Part
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ class ReportFacts(Part):
 
     def __init__(self, setup: Setup, inputs: RunInputs) -> None:
         self._layout = setup.layout
+        self._has_begun = False
 
     def opened(self, run: TrainingRun) -> None:
         """See Part."""
@@ -29,3 +32,17 @@ class ReportFacts(Part):
             total_steps=run.batches.total_steps,
             units=[dataclasses.asdict(unit) for unit in run.built.sharding.units],
         )
+
+    def before_step(self, run: TrainingRun, step: StepBatches) -> None:
+        """Note when the first step of this launch begins: `llama-ft watch` estimates the end by it."""
+        if not self._has_begun:
+            self._has_begun = True
+            run.facts.add(training_began={"step": step.step - 1, "time": _now()})
+
+    def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
+        """See Part."""
+        run.facts.add(ended=_now())
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S+00:00}"

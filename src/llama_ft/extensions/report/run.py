@@ -4,7 +4,7 @@ may be missing."""
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,11 +16,12 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from llama_ft.config.attempts import describe_changes, readable_attempts, value_over_time
 from llama_ft.config.home import expanded
+from llama_ft.config.newest_run import NO_RUN, newest_run
 from llama_ft.config.paths import RUN_MARKER, folder_problem, missing_run
 from llama_ft.config.reading.tool_flags import check, read
 from llama_ft.config.settings.settings import SETTINGS
 from llama_ft.config.value_types import STRICT
-from llama_ft.errors import UserError, reason
+from llama_ft.errors import UserError, plural, reason
 from llama_ft.processes import is_locked
 
 DIED = (
@@ -47,7 +48,13 @@ class ReportFlags:
     """Flags of recipes/report.py."""
 
     paths: list[str] = Field(default_factory=list)
-    """RUN...: one or more run directories (output/...)."""
+    """[RUN...]: one or more run directories; if not given, the newest run in output/."""
+
+    names: list[str] = Field(default_factory=list)
+    """Names of compared runs, in their order; if not given, those of their directories."""
+
+    price: Annotated[float, Field(gt=0)] | None = None
+    """Price of one GPU for an hour, in any currency: the report has the cost."""
 
     output: HtmlFile | None = None
     """The .html file to write; if not given RUN/report.html, or comparison.html here for several
@@ -61,8 +68,30 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
         UserError: with one message for every error.
     """
     options, _, errors = read(argv, ReportFlags, description, {"out": "output"})
-    errors += [] if options.paths else ["RUN is needed: one or more run directories."]
-    for name in options.paths:
+    if not options.paths:
+        newest = newest_run()
+        options.paths = [str(newest)] if newest else []
+        errors += [] if newest else [f"RUN is needed, since {NO_RUN}"]
+    errors += problems_of_runs(options.paths)
+    if options.names and len(options.names) != len(options.paths):
+        errors.append(
+            f"--names: has {plural(len(options.names), 'name')} for {plural(len(options.paths), 'run')}."
+        )
+    check(errors)
+    options.output = options.output or (
+        "comparison.html" if options.paths[1:] else f"{options.paths[0]}/report.html"
+    )
+    if is_other_file(expanded(options.output)):
+        raise UserError(
+            f"--output {options.output}: exists, and is not a report. Name another file."
+        )
+    return options
+
+
+def problems_of_runs(names: Sequence[str]) -> list[str]:
+    """Return an error message for each name that is not the directory of a run."""
+    errors = list[str]()
+    for name in names:
         folder = expanded(name)
         if not folder.exists():
             errors.append(f"{name}: {missing_run(folder)}")
@@ -72,18 +101,10 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
             errors.append(
                 f"{name}: has neither status.json nor metrics.jsonl: not a run's directory."
             )
-    check(errors)
-    options.output = options.output or (
-        "comparison.html" if options.paths[1:] else f"{options.paths[0]}/report.html"
-    )
-    if _is_other_file(expanded(options.output)):
-        raise UserError(
-            f"--output {options.output}: exists, and is not a report. Name another file."
-        )
-    return options
+    return errors
 
 
-def _is_other_file(path: Path) -> bool:
+def is_other_file(path: Path) -> bool:
     """Return whether a file exists that no version of llama_ft has written as a report."""
     if not path.is_file():
         return False  # a directory cannot be replaced, and the error of writing says so
@@ -115,6 +136,7 @@ class Run:
             that is no longer running, but could not write how it ended, is "died".
         settings: dotted name -> value, from config.yaml; config_text is the text of that file.
         curves: key of metrics.jsonl -> its values; of values per rank, the largest.
+        of_ranks: key of metrics.jsonl -> its newest values, one per rank.
     """
 
     folder: Path
@@ -125,6 +147,21 @@ class Run:
     settings: dict[str, Any]
     config_text: str
     curves: dict[str, Curve]
+    of_ranks: dict[str, list[float]]
+
+    @property
+    def model(self) -> str:
+        """The name of the model; "" without settings. Of a directory, its last part."""
+        name = str(self.settings.get("model.model_name") or "")
+        return name.rstrip("/").split("/")[-1] if name.startswith("/") else name
+
+    @property
+    def method(self) -> str:
+        """LoRA, LoRA on an 8-bit base, QLoRA or full fine-tuning."""
+        if not self.settings.get("peft.use_peft"):
+            return "Full fine-tuning"
+        mode = str(self.settings.get("quantization.mode"))
+        return {"8bit": "LoRA on an 8-bit base", "4bit": "QLoRA"}.get(mode, "LoRA")
 
     @property
     def step(self) -> int:
@@ -172,8 +209,20 @@ def read_run(folder: Path) -> Run:
         for name, value in dict(section_settings).items():
             settings[f"{section}.{name}"] = value
     text = config.read_text(encoding="utf-8") if config.exists() else ""
-    curves = _read(folder / "metrics.jsonl", _curves)
-    return Run(folder, folder.resolve().name, status, facts, plan, settings, text, curves)
+    metrics = _read(folder / "metrics.jsonl", _metrics)
+    curves = metrics.get("curves", {}) | _curves_of_saves(facts)
+    of_ranks = metrics.get("of_ranks", {})
+    name = folder.resolve().name
+    return Run(folder, name, status, facts, plan, settings, text, curves, of_ranks)
+
+
+def warnings_of(run: Run) -> list[str]:
+    """Return what the run warned of: memory, slow ranks, validation samples that are also trained
+    on, and samples."""
+    data = run.facts.get("data", {})
+    texts = [*run.facts.get("memory", {}).get("warnings", []), *run.facts.get("slow_ranks", [])]
+    texts += [*data.get("leaks", []), *data.get("warnings", [])]
+    return [str(text) for text in texts]
 
 
 def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
@@ -205,17 +254,35 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         ) from error
 
 
-def _curves(text: str) -> dict[str, Curve]:
+def _curves_of_saves(facts: dict[str, Any]) -> dict[str, Curve]:
+    """Return how long checkpoints took, each at its own step. metrics.jsonl has these times in the
+    line of a later step."""
+    saves = facts.get("saves")
+    if not isinstance(saves, dict) or not saves:
+        return {}
+    steps = sorted(int(step) for step in saves)
+    times = numpy.array([saves[str(step)] for step in steps], dtype=float)
+    return {
+        "perf/save_stall_seconds": Curve(numpy.array(steps), times[:, 0]),
+        "perf/save_seconds": Curve(numpy.array(steps), times[:, 1]),
+    }
+
+
+def _metrics(text: str) -> dict[str, Any]:
+    """Return `curves` and `of_ranks` of a Run."""
     lines = text.split("\n")
     by_key = defaultdict[str, list[tuple[float, float]]](list)
+    of_ranks = dict[str, list[float]]()
     for line in lines[:-1]:  # the last line is empty or incomplete
         record = json.loads(line)
         for key, value in record.items():
-            value = max(value) if isinstance(value, list) else value
+            if isinstance(value, list):
+                of_ranks[key] = value
+                value = max(value)
             if value is not None and math.isfinite(value):
                 by_key[key].append((record["step"], value))
     curves = {}
     for key, points in by_key.items():
         steps, values = numpy.array(points, dtype=float).T
         curves[key] = Curve(steps, values)
-    return curves
+    return {"curves": curves, "of_ranks": of_ranks}

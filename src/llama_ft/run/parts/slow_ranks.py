@@ -40,6 +40,7 @@ class SlowRanks(Part):
         # that share its sequences. A CPU sleeps in them.
         self._measured_together = ranks.data.processes if ranks.device.type == "cuda" else 1
         self._named = set[int]()
+        self._reported = list[str]()  # what was logged
         self._steps = 0
         self._sums = torch.zeros(ranks.world_size, 3, dtype=torch.float64)
         self._is_first = True
@@ -75,6 +76,7 @@ class SlowRanks(Part):
             if first not in self._named:
                 self._named.add(first)
                 self._log(rank)
+                run.facts.add(slow_ranks=self._reported)
         self._sums.zero_()
         self._steps = 0
 
@@ -83,11 +85,12 @@ class SlowRanks(Part):
         own, waited, _ = per_step[rank].tolist()
         usual = median_low(per_step[:, 0].tolist())
         slow = who(rank, self._measured_together, self._per_node)
-        log.warning(
+        self._reported.append(
             f"{slow} is slow, and the others wait for it: its own work took {own / usual:.1f} times the median "
             f"over {self._steps} steps ({own:.3f} s per step, {waited:.3f} s of it for data; the median is "
             f"{usual:.3f} s)."
         )
+        log.warning(self._reported[-1])
 
 
 def who(rank: int, together: int, per_node: int) -> str:
