@@ -70,6 +70,7 @@ BENCHMARKS = {
     "other_tools": Benchmark(
         "benchmarks/planner/other_tools.py", "Plans against published figures of other tools", 10
     ),
+    "sequences": Benchmark("benchmarks/planner/long_context.py", "Sequence parallelism", 30),
     "loading": Benchmark("benchmarks/speed/loading.py", "Loading", 20),
     "data": Benchmark("benchmarks/speed/data.py", "Packing", 15),
     "checkpoints": Benchmark("benchmarks/checkpoints/checkpoint.py", "Checkpoints", 15),

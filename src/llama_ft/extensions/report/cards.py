@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy
 
 from llama_ft.config.attempts import readable_attempts
+from llama_ft.config.objectives import OBJECTIVES
 from llama_ft.config.wording.messages import size_text, time_text
 from llama_ft.errors import plural
 from llama_ft.extensions.report.live import Progress, progress_of
@@ -185,7 +186,8 @@ def next_commands(run: Run) -> list[Command]:
         ("Compare with the base model", ["evaluate", folder, "--base"]),
         ("Merge" if form == ["--merge"] else "Export", ["export", folder, exported, *form]),
     ]
-    if run.settings.get("preference.objective") == "reward":
+    objective = OBJECTIVES.get(run.settings.get("preference.objective", ""))
+    if objective and objective.has_score:
         commands[0] = ("Score responses", ["chat", folder, "--prompts", "FILE"])
     if "eval/loss" not in run.curves:
         del commands[1]

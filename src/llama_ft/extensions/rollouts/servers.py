@@ -238,18 +238,19 @@ def _post(server: Server, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _raise_errors(futures: Sequence[Future[Answer]]) -> None:
-    """Raise a UserError with the errors of servers, each one once."""
-    messages = dict[str, None]()
+    """Raise a UserError with the first error of each server."""
+    messages = dict[str, str]()
     for future in futures:
         if future.cancelled() or not future.done():
             continue
         error = future.exception()
         if isinstance(error, UserError):
-            messages |= dict.fromkeys(error.messages)
+            for message in error.messages:
+                messages.setdefault(message.partition(": ")[0], message)  # "--server URL"
         elif error is not None:
             raise error
     if messages:
-        raise UserError(*messages)
+        raise UserError(*messages.values())
 
 
 def _is_log_probability(value: Any) -> bool:
