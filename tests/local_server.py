@@ -1,13 +1,13 @@
 """A small local server that a test answers for."""
 
+import contextlib
 import http.server
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 
-@contextmanager
+@contextlib.contextmanager
 def serve(answer: Callable[[str, str, bytes], tuple[int, object]]) -> Iterator[str]:
     """A server at the address that is yielded: path, authorization and body of a request -> status
     and JSON, or bytes that are sent as they are."""
@@ -20,7 +20,8 @@ def serve(answer: Callable[[str, str, bytes], tuple[int, object]]) -> Iterator[s
             self.send_header("content-type", "application/json")
             self.end_headers()
             content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-            self.wfile.write(content)
+            with contextlib.suppress(ConnectionError):  # the client may have left
+                self.wfile.write(content)
 
         do_GET = do_PATCH = do_POST
 

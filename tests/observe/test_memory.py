@@ -2,6 +2,7 @@
 ranks, most of them broken on purpose."""
 
 import json
+import mmap
 import re
 import time
 from collections.abc import Callable
@@ -32,7 +33,10 @@ WEIGHTS = LAYERS * LAYER + 2 * WORDS * HIDDEN + HIDDEN
 
 
 def touched(mebibytes: int) -> torch.Tensor:
-    return torch.ones(mebibytes * MIB, dtype=torch.uint8)  # untouched zeros would not be resident
+    """Resident bytes that end with the tensor. The C library would take a tensor from pages that
+    earlier tests of this process left resident, and keep it there."""
+    pages = mmap.mmap(-1, mebibytes * MIB, flags=mmap.MAP_PRIVATE)
+    return torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
 
 
 def test_the_host_peak_stays_after_the_allocation_until_it_is_reset() -> None:
