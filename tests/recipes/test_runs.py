@@ -388,6 +388,25 @@ def test_a_run_can_be_watched_from_its_files(launch: Finished, folder: Path) -> 
     assert "after fine-tuning: " in watched.output
 
 
+def test_facts_have_the_size_of_the_evaluations_and_the_time_of_each_checkpoint(
+    launch: Finished, folder: Path
+) -> None:
+    facts = json.loads((folder / "lora" / "facts.json").read_text())
+    in_loss = facts["data"]["validation"]["target_tokens"]
+    assert facts["evaluated"] == {"losses": in_loss, "of_tokens": True, "answers": 0}
+    printed = re.findall(
+        r"Checkpoint step-(\d+): .*waited ([\d.]+) s, written after ([\d.]+) s", launch.output
+    )
+    for name in ("early_stopping", "lora"):
+        facts = json.loads((folder / name / "facts.json").read_text())
+        saved = {int(step): times for step, times in facts["saves"].items()}
+        assert saved and all(0 < waited <= written for waited, written in saved.values())
+        for step, (waited, written) in saved.items():
+            assert (f"{step:06d}", f"{waited:.2f}", f"{written:.2f}") in printed
+        assert read_run(folder / name).curves["perf/save_seconds"].steps.tolist() == sorted(saved)
+    assert max(saved) == 3, "the last checkpoint of the run, after which no line follows"
+
+
 @pytest.mark.slow
 def test_a_continued_adapter_starts_with_the_loss_of_the_first_one(
     further: Finished, folder: Path

@@ -81,6 +81,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     Attributes:
         run: the run's directory.
         last: the newest complete checkpoint.
+        durations: step -> seconds that training waited for the checkpoint, and seconds until it was
+            written.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._host_block = HostBlock()
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
+        self.durations: dict[int, tuple[float, float]] = {}
         if ranks.leads_disk:
             for leftover in (
                 *self._folder.glob(".writing-step-*"),
@@ -192,6 +195,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 self._write(record, live, copies)
                 seconds = time.perf_counter() - started
                 self._timings["perf/save_seconds"] = seconds
+                self.durations[step] = (stall, seconds)
                 done = f"{size_text(total)}, training waited {stall:.2f} s, written after {seconds:.2f} s"
                 log.info(f"Checkpoint {step_folder(self.run, step).name}: {done}")
                 future.set_result(None)

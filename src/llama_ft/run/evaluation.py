@@ -40,6 +40,7 @@ class Evaluation:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._scores = scores
+        self._evaluated = dict[str, Any]()  # the size of an evaluation
 
     def metrics(
         self, run: TrainingRun, objective: training.Objective, step: int
@@ -55,6 +56,12 @@ class Evaluation:
             for name, samples in run.dataset.validations.items()
         }
         scores = self._score(run, step)
+        losses = training.together(sums.values()).count
+        answers = sum(score.count for score in scores.values())
+        evaluated = {"losses": losses, "of_tokens": objective.counts_tokens, "answers": answers}
+        if evaluated != self._evaluated:
+            self._evaluated = evaluated
+            run.facts.add(evaluated=evaluated)
         metrics = training.evaluation_metrics(sums, scores, objective.counts_tokens)
         return {f"eval/{name}": value for name, value in metrics.items()}
 

@@ -13,6 +13,7 @@ from llama_ft.training.evaluation import (
     loss_sums,
     open_scores,
     sample_prompts,
+    together,
 )
 from llama_ft.training.objectives import build_objective, resolve_format
 from llama_ft.training.objectives.base import (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from llama_ft import observe
 from llama_ft.data import StepBatches
 from llama_ft.run import Part
+from llama_ft.training import StepOutcome
 
 if TYPE_CHECKING:
     from llama_ft.run.inputs import RunInputs
@@ -22,6 +23,7 @@ class ReportFacts(Part):
     def __init__(self, setup: Setup, inputs: RunInputs) -> None:
         self._layout = setup.layout
         self._has_begun = False
+        self._saves = 0
 
     def opened(self, run: TrainingRun) -> None:
         """See Part."""
@@ -39,8 +41,20 @@ class ReportFacts(Part):
             self._has_begun = True
             run.facts.add(training_began={"step": step.step - 1, "time": _now()})
 
+    def after_step(self, run: TrainingRun, outcome: StepOutcome, metrics: dict[str, Any]) -> None:
+        """Keep the time of each checkpoint under its own step. metrics.jsonl has it with a later
+        one, and no line follows the last checkpoint."""
+        if len(run.writer.durations) > self._saves:
+            self._keep_saves(run)
+
+    def _keep_saves(self, run: TrainingRun) -> None:
+        durations = dict(run.writer.durations)  # a thread adds to it
+        self._saves = len(durations)
+        run.facts.add(saves={str(step): list(times) for step, times in durations.items()})
+
     def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
         """See Part."""
+        self._keep_saves(run)
         run.facts.add(ended=_now())
 
 
