@@ -1,6 +1,7 @@
 """Names say what a thing is. "found" says that something was found, and not what."""
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,3 +42,13 @@ def test_the_check_sees_all_kinds_of_names() -> None:
     text = "def found(kept, *, _asked=1):\n    made = self.wanted\nclass _Found: pass\n"
     names = {name for _, name in named(ast.parse(text))}
     assert names >= {"found", "kept", "_asked", "made", "wanted", "_Found"}
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    places = defaultdict[str, list[str]](list)
+    for file in files():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{file.relative_to(REPOSITORY)}:{node.lineno}")
+    assert len(places) > 100
+    assert not [lines for lines in places.values() if len(lines) > 1]

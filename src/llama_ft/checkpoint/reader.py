@@ -30,7 +30,7 @@ CHECKSUMS_FILE = "checksums.txt"
 FORMAT = 2
 
 
-class _Piece(NamedTuple):
+class _StoredRows(NamedTuple):
     """Rows of a tensor that one rank has written."""
 
     first_row: int
@@ -74,11 +74,11 @@ class Checkpoint:
             name: StoredTensor(folder, tuple(header.size), header.properties.dtype)
             for name, header in headers.items()
         }
-        self._pieces = dict[str, list[_Piece]]()
+        self._pieces = dict[str, list[_StoredRows]]()
         for index, stored in held.storage_data.items():
             first = index.offset[0] if stored.shape else 0
             rows = stored.shape[0] if stored.shape else 1
-            piece = _Piece(first, rows, stored.relative_path, index.fqn)
+            piece = _StoredRows(first, rows, stored.relative_path, index.fqn)
             self._pieces.setdefault(index.fqn, []).append(piece)
 
     def open_storage(self) -> dcp.StorageReader:

@@ -26,7 +26,7 @@ from llama_ft.plan.fake.attention_workspace import sdpa_of_a_gpu
 from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, loader_of_headers, read_headers
 from llama_ft.plan.fake.patches import planned_models
 from llama_ft.plan.fake.saved import pinned_excess_of, result_bytes_of, saves_copies
-from llama_ft.plan.fake.tracker import Tracker, states_of
+from llama_ft.plan.fake.tracker import MemoryTracker, states_of
 from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from llama_ft.plan.types import Peak, Plan, PlannedMedia, PlanRequest, Recipe
 from llama_ft.runtime import Ranks, Target, computing_on, log_off
@@ -153,7 +153,7 @@ def _pass_plan(
     model_config, headers = read_headers(request.folder, config.model, layers)
     context_length = _context_length(request, model_config)
     batch = _full_batch(request, config.train.batch_size_training, context_length)
-    tracker = Tracker(request.device)
+    tracker = MemoryTracker(request.device)
     with _planning(request, tracker) as ranks:
         models.choose_head(model_config, config.preference.entry.has_score)
         model_request = models.ModelRequest(
@@ -188,7 +188,7 @@ def _plan_with(
     model_config, headers = read_headers(
         request.folder, config.model, layers, with_towers=request.media is not None
     )
-    tracker = Tracker(request.device)
+    tracker = MemoryTracker(request.device)
     together = recipe.build_objective(config).examples_per_sample
     inputs = []  # with values: labels are read
     for length in lengths:
@@ -253,7 +253,7 @@ class _TrainingParts(NamedTuple):
     built: models.BuiltModel
     objective: training.Objective
     optimizer: torch.optim.Optimizer
-    tracker: Tracker
+    tracker: MemoryTracker
     ranks: Ranks
 
 
@@ -343,7 +343,7 @@ def _step_of(batch: Batch, config: Config) -> StepBatches:
 
 
 def _build_optimizer(
-    model: PreTrainedModel, config: Config, tracker: Tracker
+    model: PreTrainedModel, config: Config, tracker: MemoryTracker
 ) -> torch.optim.Optimizer:
     """Return the optimizer after a first step, which only creates its states: that needs no forward
     pass. Peaks of this step do not count, since the step after it has them, too."""
@@ -363,7 +363,7 @@ def _validate(
     built: models.BuiltModel,
     objective: training.Objective,
     batch: Batch,
-    tracker: Tracker,
+    tracker: MemoryTracker,
     ranks: Ranks,
 ) -> None:
     """Run an evaluation of one batch."""
@@ -376,7 +376,7 @@ def _validate(
 
 
 def _answer(
-    request: PlanRequest, model: PreTrainedModel, context_length: int, tracker: Tracker
+    request: PlanRequest, model: PreTrainedModel, context_length: int, tracker: MemoryTracker
 ) -> None:
     """Run the forward pass of a batch of scored answers (--score) after their last token. Its cache
     of keys and values, and its attention mask, have their largest size then."""
@@ -556,7 +556,7 @@ def _fake_world(request: PlanRequest) -> Iterator[Ranks]:
 
 
 @contextmanager
-def _planning(request: PlanRequest, tracker: Tracker) -> Iterator[Ranks]:
+def _planning(request: PlanRequest, tracker: MemoryTracker) -> Iterator[Ranks]:
     """In the block, all tensors are fake and counted. Yield rank 0 of the planned ranks."""
     with (
         _fake_world(request) as ranks,

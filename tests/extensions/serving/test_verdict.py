@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from llama_ft.extensions.serving.probes.verdict import Compared, Verdict, Weights, judge
+from llama_ft.extensions.serving.probes.verdict import Compared, ProbeVerdict, Weights, judge
 
 GROWTH = 0.5  # of the effect near the trained alpha: twice the alpha has 1.5 times the effect
 
@@ -15,7 +15,7 @@ def effect_of(alpha: float) -> float:
     return 1 + GROWTH * (alpha - 1)
 
 
-def judged(share: float, noise: float, quantization: str | None) -> Verdict:
+def judged(share: float, noise: float, quantization: str | None) -> ProbeVerdict:
     """A server that goes this share of the way from the base model to the fine-tuned one."""
     generator = random.Random(0)
     numbers = []

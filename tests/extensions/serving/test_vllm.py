@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ft.extensions.serving.adapter_files import BaseFiles, SavedAdapter
-from llama_ft.extensions.serving.judgment import Verdict
+from llama_ft.extensions.serving.judgment import AdapterVerdict
 from llama_ft.extensions.serving.rules import read_target, renamed, vllm_versions
 from llama_ft.extensions.serving.vllm import check_vllm
 
@@ -32,7 +32,7 @@ def layers(prefix: str, *parts: str) -> list[str]:
     return [f"{prefix}layers.{number}.{part}" for number in (0, 1) for part in parts]
 
 
-def judge(adapter: SavedAdapter, base: BaseFiles, version: str = "0.33") -> Verdict:
+def judge(adapter: SavedAdapter, base: BaseFiles, version: str = "0.33") -> AdapterVerdict:
     [rules] = vllm_versions(version)
     return check_vllm(rules, adapter, base)
 

@@ -47,7 +47,7 @@ class RenderedChat(NamedTuple):
     prompts: list[int]  # for each response in the loss, where the prompt ends that inference has
 
 
-class _Piece(NamedTuple):
+class _RenderedResponse(NamedTuple):
     """A response with its prompt as at inference."""
 
     text: str
@@ -247,7 +247,7 @@ class ChatRenderer:
         messages: list[Message],
         tools: Tools | None,
         rendered: tuple[str, list[Span]] | None = None,
-    ) -> _Piece:
+    ) -> _RenderedResponse:
         """Return the prompt of the last message, which is a response, and the text that the
         template writes for it.
 
@@ -288,7 +288,7 @@ class ChatRenderer:
             spans = [(response_start, end)]
         written = closing + text[written_from:]
         self._refuse_dropped(messages, prompt, written)
-        return _Piece(prompt + written, spans, start, end)
+        return _RenderedResponse(prompt + written, spans, start, end)
 
     def _heading_end(
         self, messages: list[Message], tools: Tools | None, text: str, prompt_end: int

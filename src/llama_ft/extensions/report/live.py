@@ -18,7 +18,7 @@ LOGS = ("metrics.jsonl", "status.json")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class NewestCheckpoint:
     """The newest complete checkpoint of a run."""
 
     folder: Path
@@ -51,7 +51,7 @@ class Progress:
     spent_seconds: float | None
     step_seconds: float | None
     left_seconds: float | None
-    checkpoint: Checkpoint | None
+    checkpoint: NewestCheckpoint | None
     saves_on_stop: bool
 
     @property
@@ -108,13 +108,13 @@ def moment(text: object) -> float | None:
         return None
 
 
-def newest_checkpoint(run: Path) -> Checkpoint | None:
+def newest_checkpoint(run: Path) -> NewestCheckpoint | None:
     """Return the newest complete checkpoint of a run."""
-    checkpoints = list[Checkpoint]()
+    checkpoints = list[NewestCheckpoint]()
     for folder in run.glob("checkpoints/step-*"):
         name = COMPLETE.fullmatch(folder.name)
         if name is not None:
-            checkpoints.append(Checkpoint(folder, int(name[1]), _written_at(folder, 0.0)))
+            checkpoints.append(NewestCheckpoint(folder, int(name[1]), _written_at(folder, 0.0)))
     return max(checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
 
 

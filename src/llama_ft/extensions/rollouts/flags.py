@@ -17,7 +17,7 @@ from llama_ft.masking import is_url_with_secret
 
 
 @dataclass(config=STRICT, kw_only=True)
-class ServerFlags:
+class RolloutServerFlags:
     """Servers that answer in place of the model itself."""
 
     server: list[str] = Field(default_factory=list)
@@ -36,7 +36,7 @@ class ServerFlags:
 
 
 @dataclass(config=STRICT, kw_only=True)
-class RolloutFlags(RewardFlags, ServerFlags, ModelFlags):
+class RolloutFlags(RewardFlags, RolloutServerFlags, ModelFlags):
     """Flags of recipes/rollout.py."""
 
     dataset: str | None = None

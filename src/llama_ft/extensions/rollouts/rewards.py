@@ -123,7 +123,7 @@ def parse_reward(text: str) -> RewardFunction:
     return RewardFunction(match["file"], match["function"], weight, digest)
 
 
-class _Call(NamedTuple):
+class _RewardCall(NamedTuple):
     answer: int  # index
     function: int  # index
 
@@ -148,7 +148,7 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C does not reach it, and its forks end with it
             )
         self.connection = Connection(ours.detach())
-        self.call: _Call | None = None
+        self.call: _RewardCall | None = None
         self.deadline = 0.0
         self.send(setup)
 
@@ -175,7 +175,7 @@ class _Worker:
         return str(message["problem"])
 
     def begin(
-        self, call: _Call, answer: tuple[str, str, Mapping[str, Any]], seconds: float
+        self, call: _RewardCall, answer: tuple[str, str, Mapping[str, Any]], seconds: float
     ) -> None:
         """Send a call, which may take so many seconds."""
         prompt, text, sample = answer
@@ -273,10 +273,12 @@ class RewardPool:
             UserError: a function cannot be imported again, after its process has ended.
         """
         numbers = range(len(self._functions))
-        calls = [_Call(answer, number) for answer in range(len(answers)) for number in numbers]
+        calls = [
+            _RewardCall(answer, number) for answer in range(len(answers)) for number in numbers
+        ]
         self._start(min(len(calls), self._most))
         waiting = deque(calls)
-        results = dict[_Call, _Result]()
+        results = dict[_RewardCall, _Result]()
         while len(results) < len(calls):
             while waiting and (worker := self._free_worker()) is not None:
                 call = waiting.popleft()
@@ -292,7 +294,7 @@ class RewardPool:
                 if isinstance(result, Failure) and result.kind in ENDING:
                     self._discard(worker)
         of_answers = [
-            [results[_Call(answer, one)] for one in numbers] for answer in range(len(answers))
+            [results[_RewardCall(answer, one)] for one in numbers] for answer in range(len(answers))
         ]
         return self._scored(of_answers)
 

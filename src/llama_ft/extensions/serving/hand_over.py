@@ -24,7 +24,7 @@ from llama_ft.extensions.serving.adapter_files import (
 )
 from llama_ft.extensions.serving.gguf_files import write as gguf_write
 from llama_ft.extensions.serving.gguf_files.modelfile import MODELFILE, write_modelfile
-from llama_ft.extensions.serving.judgment import Verdict
+from llama_ft.extensions.serving.judgment import AdapterVerdict
 from llama_ft.extensions.serving.rules import RequestedServer, read_target, table, vllm_versions
 from llama_ft.extensions.serving.sglang import check_sglang
 from llama_ft.extensions.serving.vllm import check_vllm
@@ -67,7 +67,7 @@ class HandOver:
         adapter = read_adapter(folder, self.source)
         if self.target.server in GGUF_SERVERS:
             return self._finish_gguf_adapter(folder, adapter, base)
-        verdicts = judge(self.target, adapter, base)
+        verdicts = judge_adapter(self.target, adapter, base)
         if not verdicts:
             return load_line(self.out)
         newest = verdicts[0]
@@ -134,7 +134,9 @@ class HandOver:
         return f'AutoModelForCausalLM.from_pretrained("{self.out}") loads it.'
 
 
-def judge(target: RequestedServer, adapter: SavedAdapter, base: BaseFiles) -> list[Verdict]:
+def judge_adapter(
+    target: RequestedServer, adapter: SavedAdapter, base: BaseFiles
+) -> list[AdapterVerdict]:
     """Return the verdicts of the versions of a server, the newest one first; [] for Transformers,
     which loads every adapter with PEFT."""
     if target.server == "vllm":
@@ -144,7 +146,7 @@ def judge(target: RequestedServer, adapter: SavedAdapter, base: BaseFiles) -> li
     return []
 
 
-def titles(verdicts: list[Verdict]) -> str:
+def titles(verdicts: list[AdapterVerdict]) -> str:
     """Return the versions that serve an adapter, and how that is known: vLLM (0.32 tried, 0.33 by
     source)."""
     fitting = [verdict.title.split(" ") for verdict in verdicts if not verdict.problems]
@@ -155,7 +157,7 @@ def titles(verdicts: list[Verdict]) -> str:
     return f"{fitting[0][0]} ({', '.join(known)})"
 
 
-def rename_layers(folder: Path, verdict: Verdict) -> None:
+def rename_layers(folder: Path, verdict: AdapterVerdict) -> None:
     """Give the layers of a saved adapter the server's names and settings."""
     file = folder / ADAPTER_CONFIG
     settings = read_json(file) | verdict.settings
@@ -176,7 +178,7 @@ def _renamed(name: str, renames: dict[str, str]) -> str:
     return f"{PEFT_PREFIX}{new}{separator}{part}"
 
 
-def serve_line(verdict: Verdict, folder: Path, base: BaseFiles, out: Path) -> str:
+def serve_line(verdict: AdapterVerdict, folder: Path, base: BaseFiles, out: Path) -> str:
     """Return the command that serves an adapter.
 
     Args:
@@ -227,7 +229,7 @@ def adapter_line(folder: Path, base_name: str, base: Path) -> str:
         base: its directory.
     """
     files = read_base(base, base_name)
-    verdicts = judge(RequestedServer("vllm", None), read_adapter(folder), files)
+    verdicts = judge_adapter(RequestedServer("vllm", None), read_adapter(folder), files)
     newest = verdicts[0]
     export = f"llama-ft export {shlex.quote(str(folder.parent))} OUT --for vllm"
     if newest.problems:
@@ -242,7 +244,7 @@ def adapter_line(folder: Path, base_name: str, base: Path) -> str:
     return f"vLLM can serve this adapter ({_known(verdicts)}): {command}"
 
 
-def _known(verdicts: list[Verdict]) -> str:
+def _known(verdicts: list[AdapterVerdict]) -> str:
     return titles(verdicts).partition("(")[2].rstrip(")")
 
 

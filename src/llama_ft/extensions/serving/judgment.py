@@ -23,7 +23,7 @@ class Problem:
 
 
 @dataclass
-class Verdict:
+class AdapterVerdict:
     """The judgment about one adapter and one version of a server.
 
     Attributes:
@@ -86,7 +86,7 @@ METHOD_SETTINGS: Mapping[str, tuple[str, str]] = {
 KEPT_BASE = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
 
-def check_method(verdict: Verdict, adapter: SavedAdapter) -> None:
+def check_method(verdict: AdapterVerdict, adapter: SavedAdapter) -> None:
     """Refuse adapters that are more than A and B for each layer."""
     settings = adapter.settings
     kind = str(settings.get("peft_type", "LORA"))

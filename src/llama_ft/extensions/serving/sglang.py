@@ -9,7 +9,7 @@ import math
 import re
 
 from llama_ft.extensions.serving.adapter_files import BaseFiles, SavedAdapter
-from llama_ft.extensions.serving.judgment import EXPERTS, Verdict, check_method, flag_without
+from llama_ft.extensions.serving.judgment import EXPERTS, AdapterVerdict, check_method, flag_without
 from llama_ft.extensions.serving.rules import known_versions, table
 from llama_ft.models.base.source import listed
 
@@ -31,11 +31,11 @@ def _missing_layers(adapter: SavedAdapter, base: BaseFiles) -> list[str]:
     return missing
 
 
-def check_sglang(version: str | None, adapter: SavedAdapter, base: BaseFiles) -> Verdict:
+def check_sglang(version: str | None, adapter: SavedAdapter, base: BaseFiles) -> AdapterVerdict:
     """Judge an adapter. `version`: None: the newest one that is known."""
     name = version or known_versions("sglang")[-1]
     rules = table()["sglang"][name]
-    verdict = Verdict(f"SGLang {name}")
+    verdict = AdapterVerdict(f"SGLang {name}")
     if base.architecture not in rules["architectures"]:
         verdict.can_be_merged = False
         verdict.refuse(f"it has no class for {base.architecture}. Transformers and PEFT serve it.")

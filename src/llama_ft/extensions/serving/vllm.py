@@ -12,7 +12,7 @@ from typing import Any
 from llama_ft.extensions.serving.adapter_files import BaseFiles, SavedAdapter
 from llama_ft.extensions.serving.judgment import (
     EXPERTS,
-    Verdict,
+    AdapterVerdict,
     check_method,
     flag_without,
     shares_embedding,
@@ -28,9 +28,9 @@ ALL_LINEAR = "linear"
 NOT_LINEAR = ("lm_head", "embed_out", "embed_in", "wte")  # embed_tokens is taken, too
 
 
-def check_vllm(version: VllmVersion, adapter: SavedAdapter, base: BaseFiles) -> Verdict:
+def check_vllm(version: VllmVersion, adapter: SavedAdapter, base: BaseFiles) -> AdapterVerdict:
     """Judge an adapter."""
-    verdict = Verdict(f"vLLM {version.name}")
+    verdict = AdapterVerdict(f"vLLM {version.name}")
     rules = _rules(verdict, version, base)
     if rules is None:
         return verdict
@@ -69,7 +69,7 @@ def _has_lora(rules: dict[str, Any], name: str) -> bool:
     return name in rules["modules"]
 
 
-def _rules(verdict: Verdict, version: VllmVersion, base: BaseFiles) -> dict[str, Any] | None:
+def _rules(verdict: AdapterVerdict, version: VllmVersion, base: BaseFiles) -> dict[str, Any] | None:
     architecture = base.architecture
     if architecture not in version.architectures:
         verdict.can_be_merged = False
@@ -86,7 +86,7 @@ def _rules(verdict: Verdict, version: VllmVersion, base: BaseFiles) -> dict[str,
     return rules
 
 
-def _check_rank(verdict: Verdict, version: VllmVersion, adapter: SavedAdapter) -> None:
+def _check_rank(verdict: AdapterVerdict, version: VllmVersion, adapter: SavedAdapter) -> None:
     fitting = [rank for rank in version.ranks if rank >= adapter.rank]
     if fitting:
         verdict.flags += ["--max-lora-rank", str(fitting[0])]
@@ -165,7 +165,7 @@ class _Names:
 
 
 def _check_experts(
-    verdict: Verdict, adapter: SavedAdapter, names: _Names, rules: dict[str, Any]
+    verdict: AdapterVerdict, adapter: SavedAdapter, names: _Names, rules: dict[str, Any]
 ) -> None:
     """vLLM reads stacked experts as PEFT saves them, gate_up_proj inside of down_proj, or a LoRA for
     each expert. Its classes with 3-D weights read only the former, the others only the latter unless
@@ -216,7 +216,7 @@ def _is_swapped(adapter: SavedAdapter, module: str) -> bool:
 
 
 def _check_heads(
-    verdict: Verdict, adapter: SavedAdapter, base: BaseFiles, rules: dict[str, Any]
+    verdict: AdapterVerdict, adapter: SavedAdapter, base: BaseFiles, rules: dict[str, Any]
 ) -> None:
     ends = {module.rpartition(".")[2] for module in adapter.modules}
     vocabulary = int(base.text.get("vocab_size") or 0)

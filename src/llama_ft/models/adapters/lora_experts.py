@@ -107,8 +107,8 @@ def _is_as_stored(factor: torch.Tensor) -> bool:
     return factor.dtype == torch.float32 or current_target().is_cuda
 
 
-class _LowRank(torch.autograd.Function):
-    """The backward pass and its inputs; `_Matmul` computes y. See lora_linear.py for the reason."""
+class _LowRankExperts(torch.autograd.Function):
+    """The backward pass and its inputs; `_ExpertsMatmul` computes y. See lora_linear.py for the reason."""
 
     @staticmethod
     def forward(
@@ -148,7 +148,7 @@ class _LowRank(torch.autograd.Function):
         return dx, None, d_left, d_right, None, None
 
 
-class _Matmul(torch.autograd.Function):
+class _ExpertsMatmul(torch.autograd.Function):
     """Computes y. Its gradient is passed on to `zeros`."""
 
     @staticmethod
@@ -277,11 +277,11 @@ def _grouped_mm(x: Any, weight: Any, offs: Any = None, **others: Any) -> torch.T
     base = weight.read()
     left = weight.left
     right = weight.right
-    zeros, u = _LowRank.apply(x, base, left, right, offs, weight.scaling)
-    # Detached: _LowRank has the backward pass of x and R, and `zeros` leads to it.
+    zeros, u = _LowRankExperts.apply(x, base, left, right, offs, weight.scaling)
+    # Detached: _LowRankExperts has the backward pass of x and R, and `zeros` leads to it.
     return cast(
         torch.Tensor,
-        _Matmul.apply(zeros, x.detach(), u, base, right.detach(), offs, weight.scaling),
+        _ExpertsMatmul.apply(zeros, x.detach(), u, base, right.detach(), offs, weight.scaling),
     )
 
 

@@ -312,7 +312,7 @@ def _samples_of(module: nn.Module, samples: PackedSamples | None) -> PackedSampl
     return samples.cut(chunk)
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """Neighboring samples that one call of a kernel computes."""
 
     tokens: int  # of all of them
@@ -320,7 +320,7 @@ class _Call(NamedTuple):
     offsets: torch.Tensor | None  # int32 [samples + 1], on the device; None: one sample
 
 
-def _divide_into_calls(samples: PackedSamples, together: bool) -> list[_Call]:
+def _divide_into_calls(samples: PackedSamples, together: bool) -> list[_AttentionCall]:
     """Divide samples into kernel calls: each its own, or `together` as many neighbors as take no
     more workspace than one sample as long as the packed sequence. The memory-efficient kernel's
     workspace grows with the number of samples times the longest one."""
@@ -338,7 +338,7 @@ def _divide_into_calls(samples: PackedSamples, together: bool) -> list[_Call]:
     return [*calls, _call_for(samples, first, len(lengths))]
 
 
-def _call_for(samples: PackedSamples, first: int, end: int) -> _Call:
+def _call_for(samples: PackedSamples, first: int, end: int) -> _AttentionCall:
     """Return the call for the samples [first, end)."""
     lengths = samples.lengths[first:end]
     offsets = None
@@ -346,7 +346,7 @@ def _call_for(samples: PackedSamples, first: int, end: int) -> _Call:
         offsets = samples.offsets[first : end + 1]
         if first:
             offsets = offsets - offsets[:1]
-    return _Call(sum(lengths), max(lengths), offsets)
+    return _AttentionCall(sum(lengths), max(lengths), offsets)
 
 
 class _SampleAttention(torch.autograd.Function):
@@ -430,7 +430,7 @@ def _block_how(ctx: Any, query: torch.Tensor) -> tuple[tuple[int, ...], float]:
 
 def _cpu_forward(
     sample: list[torch.Tensor],
-    call: _Call,
+    call: _AttentionCall,
     scale: float | None,
     window: int | None,
 ) -> Any:
@@ -442,7 +442,7 @@ def _cpu_forward(
 
 def _cpu_backward(
     sample: list[torch.Tensor],
-    call: _Call,
+    call: _AttentionCall,
     log_sums: torch.Tensor,
     scale: float | None,
     window: int | None,
@@ -461,7 +461,7 @@ def _cpu_backward(
 
 def _efficient_forward(
     sample: list[torch.Tensor],
-    call: _Call,
+    call: _AttentionCall,
     scale: float | None,
     window: int | None,
 ) -> Any:
@@ -477,7 +477,7 @@ def _efficient_forward(
 
 def _efficient_backward(
     sample: list[torch.Tensor],
-    call: _Call,
+    call: _AttentionCall,
     log_sums: Any,
     scale: float | None,
     window: int | None,

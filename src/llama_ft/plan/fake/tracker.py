@@ -60,7 +60,7 @@ GROUPED_MM = torch.ops.aten._grouped_mm.default  # a matmul per expert
 EFFICIENT_BACKWARD = torch.ops.aten._efficient_attention_backward.default
 
 
-class Tracker(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Counts the tensors of every operator, as PhaseMonitor. Before the first phase, loading,
     tensors are real: the model is on the meta device anyway. `device` is the planned device, cuda
     or cpu.

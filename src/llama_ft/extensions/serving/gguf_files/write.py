@@ -17,7 +17,7 @@ from llama_ft.extensions.serving.gguf_files.architecture import (
     text_key,
 )
 from llama_ft.extensions.serving.gguf_files.vocabulary import write_vocabulary
-from llama_ft.extensions.serving.judgment import Verdict, check_method, flag_without
+from llama_ft.extensions.serving.judgment import AdapterVerdict, check_method, flag_without
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG
 from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, PEFT_PREFIX
 from llama_ft.models.base.source import INDEX_FILE, listed
@@ -71,9 +71,9 @@ def _reader(model: GgufModel, file: Any, key: str) -> Read:
     return read
 
 
-def check_adapter(model: GgufModel, adapter: SavedAdapter) -> Verdict:
+def check_adapter(model: GgufModel, adapter: SavedAdapter) -> AdapterVerdict:
     """Judge an adapter for llama.cpp."""
-    verdict = Verdict("llama.cpp")
+    verdict = AdapterVerdict("llama.cpp")
     check_method(verdict, adapter)
     unknown = []
     for module in adapter.modules:
@@ -165,7 +165,7 @@ def _as_array(tensor: torch.Tensor, gguf: Any) -> tuple[np.ndarray[Any, Any], An
     return array, kind
 
 
-def for_adapter(base: Path, adapter: SavedAdapter) -> tuple[GgufModel, Verdict]:
+def for_adapter(base: Path, adapter: SavedAdapter) -> tuple[GgufModel, AdapterVerdict]:
     """Return how llama.cpp stores the base of an adapter, and its judgment."""
     model = gguf_model(base)
     return model, check_adapter(model, adapter)

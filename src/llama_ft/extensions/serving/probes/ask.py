@@ -39,7 +39,7 @@ AS_COMPUTED = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerLogprobs:
     """Log-probabilities of a server for a probe.
 
     Attributes:
@@ -58,7 +58,7 @@ class Answer:
         return not (self.scores or self.next_by_id or self.next_by_text)
 
 
-def ask(server: Server, model: str, probes: Sequence[Probe]) -> list[Answer]:
+def ask(server: Server, model: str, probes: Sequence[Probe]) -> list[ServerLogprobs]:
     """Return the server's log-probabilities of each probe.
 
     Raises:
@@ -66,7 +66,7 @@ def ask(server: Server, model: str, probes: Sequence[Probe]) -> list[Answer]:
     """
     problems = list[str]()
     for way in (_as_vllm, _with_echo, _next_alone, _next_only, _as_ollama):
-        answers = list[Answer]()
+        answers = list[ServerLogprobs]()
         try:
             for probe in probes:
                 answer = way(server, model, probe)
@@ -88,7 +88,7 @@ def ask(server: Server, model: str, probes: Sequence[Probe]) -> list[Answer]:
     )
 
 
-def _as_vllm(server: Server, model: str, probe: Probe) -> Answer:
+def _as_vllm(server: Server, model: str, probe: Probe) -> ServerLogprobs:
     names = {"return_tokens_as_token_ids": True, "repetition_penalty": 1.0, "min_p": 0}
     content = {
         **AS_COMPUTED,
@@ -102,14 +102,14 @@ def _as_vllm(server: Server, model: str, probe: Probe) -> Answer:
     choice = _choice(server.post(COMPLETIONS, content))
     by_position = choice.get("prompt_logprobs")
     if not by_position:
-        return Answer()
+        return ServerLogprobs()
     scores = list[float | None]()
     for token, entry in zip(probe.token_ids[1:], by_position[1:], strict=True):
         scores.append(_number(entry[str(token)]["logprob"]))
-    return Answer(scores, *_next_tokens(choice))
+    return ServerLogprobs(scores, *_next_tokens(choice))
 
 
-def _with_echo(server: Server, model: str, probe: Probe) -> Answer:
+def _with_echo(server: Server, model: str, probe: Probe) -> ServerLogprobs:
     content = {
         **AS_COMPUTED,
         "model": model,
@@ -121,29 +121,31 @@ def _with_echo(server: Server, model: str, probe: Probe) -> Answer:
     count = len(probe.token_ids)
     values = choice["logprobs"]["token_logprobs"]
     if len(values) not in (count, count + 1):
-        return Answer()
+        return ServerLogprobs()
     scores = [_number(score) for score in values[1:count]]
     following = _next_tokens(choice) if len(values) > count else ({}, {})
-    return Answer(scores, *following)
+    return ServerLogprobs(scores, *following)
 
 
-def _next_alone(server: Server, model: str, probe: Probe) -> Answer:
+def _next_alone(server: Server, model: str, probe: Probe) -> ServerLogprobs:
     return _next_only(server, model, probe, MOST_LIKELY_ALONE)
 
 
-def _next_only(server: Server, model: str, probe: Probe, most_likely: int = MOST_LIKELY) -> Answer:
+def _next_only(
+    server: Server, model: str, probe: Probe, most_likely: int = MOST_LIKELY
+) -> ServerLogprobs:
     content = {
         **AS_COMPUTED,
         "model": model,
         "prompt": list(probe.token_ids),
         "logprobs": most_likely,
     }
-    return Answer((), *_next_tokens(_choice(server.post(COMPLETIONS, content))))
+    return ServerLogprobs((), *_next_tokens(_choice(server.post(COMPLETIONS, content))))
 
 
-def _as_ollama(server: Server, model: str, probe: Probe) -> Answer:
+def _as_ollama(server: Server, model: str, probe: Probe) -> ServerLogprobs:
     if probe.text is None:
-        return Answer()
+        return ServerLogprobs()
     content = {
         "model": model,
         "prompt": probe.text,
@@ -154,7 +156,7 @@ def _as_ollama(server: Server, model: str, probe: Probe) -> Answer:
         "options": {"temperature": 0, "num_predict": 1, "seed": 0},
     }
     listed = server.post(OLLAMA, content)["logprobs"]
-    return Answer((), *_by_name(listed[0]["top_logprobs"]))
+    return ServerLogprobs((), *_by_name(listed[0]["top_logprobs"]))
 
 
 def _choice(answer: dict[str, Any]) -> dict[str, Any]:

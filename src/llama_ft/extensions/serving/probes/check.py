@@ -16,9 +16,9 @@ from llama_ft.config import parse_duration
 from llama_ft.config.rules import SECRET
 from llama_ft.config.value_types import STRICT, Duration
 from llama_ft.errors import UserError, plural
-from llama_ft.extensions.serving.probes.ask import Answer, ask, rendered_chat
+from llama_ft.extensions.serving.probes.ask import ServerLogprobs, ask, rendered_chat
 from llama_ft.extensions.serving.probes.probes import Probe, Probes, find_probes
-from llama_ft.extensions.serving.probes.verdict import Compared, Verdict, Weights, judge
+from llama_ft.extensions.serving.probes.verdict import Compared, ProbeVerdict, Weights, judge
 from llama_ft.inference.server import Server, check_model
 from llama_ft.masking import is_url_with_secret, printable
 
@@ -105,7 +105,7 @@ class ServerNumbers(NamedTuple):
     following: list[Compared]
 
 
-def compared(probes: Probes, answers: Sequence[Answer]) -> ServerNumbers:
+def compared(probes: Probes, answers: Sequence[ServerLogprobs]) -> ServerNumbers:
     """Put the log-probabilities of a server next to those of a run. Raises UserError if none of its
     tokens is in a probe."""
     numbers = ServerNumbers([], [])
@@ -130,7 +130,9 @@ def _trains_head(folder: Path) -> bool:
         return False
 
 
-def _judge_parts(probes: Probes, answers: Sequence[Answer], has_head: bool = False) -> Verdict:
+def _judge_parts(
+    probes: Probes, answers: Sequence[ServerLogprobs], has_head: bool = False
+) -> ProbeVerdict:
     """Judge by all log-probabilities. With an adapter of the LM head, those of the tokens after the
     prompts may be right and the others not: vLLM computes those of prompts without it."""
     prompts, following = compared(probes, answers)
@@ -142,7 +144,7 @@ def _judge_parts(probes: Probes, answers: Sequence[Answer], has_head: bool = Fal
     return verdict
 
 
-def _next_numbers(probe: Probe, answer: Answer) -> Iterator[Compared]:
+def _next_numbers(probe: Probe, answer: ServerLogprobs) -> Iterator[Compared]:
     """Yield the comparisons of the tokens that follow a prompt."""
     texts = Counter(probe.next_texts)
     by_token = probe.next_scores.by_token()
@@ -154,7 +156,7 @@ def _next_numbers(probe: Probe, answer: Answer) -> Iterator[Compared]:
             yield Compared(score, *of_run)
 
 
-def _describe(verdict: Verdict, probes: Probes, run: str) -> str:
+def _describe(verdict: ProbeVerdict, probes: Probes, run: str) -> str:
     """Return the verdict as a text, with what to do."""
     difference = (
         f"largest difference {verdict.largest:.1e} of {plural(verdict.count, 'log-probability')}"

@@ -55,7 +55,7 @@ class Compared(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProbeVerdict:
     """The result of a comparison.
 
     Attributes:
@@ -95,7 +95,7 @@ class Verdict:
         return self.strength if near else None
 
 
-def judge(numbers: Iterable[Compared], quantization: str | None) -> Verdict:
+def judge(numbers: Iterable[Compared], quantization: str | None) -> ProbeVerdict:
     """Compare a server's log-probabilities with those of a run.
 
     Args:
@@ -114,7 +114,7 @@ def judge(numbers: Iterable[Compared], quantization: str | None) -> Verdict:
     ]
     if not pairs:
         weights = Weights.FINE_TUNED if mean <= noise else Weights.OTHER
-        return Verdict(weights, len(numbers), largest, None, mean, None, None)
+        return ProbeVerdict(weights, len(numbers), largest, None, mean, None, None)
     effect = fmean(abs(tuned) for tuned, _ in pairs)
     largest_of_base = max(abs(tuned) for tuned, _ in pairs)
     from_base = fmean(abs(server) for _, server in pairs)
@@ -132,7 +132,7 @@ def judge(numbers: Iterable[Compared], quantization: str | None) -> Verdict:
             measured = Weights.FINE_TUNED
         elif from_base <= largest_mean and abs(share) <= share_tolerance:
             measured = Weights.BASE
-    return Verdict(
+    return ProbeVerdict(
         measured, len(numbers), largest, largest_of_base, mean, effect, share, strength, tolerance
     )
 
