@@ -2,9 +2,9 @@
 and rewards.
 
 MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a model. It
-answers itself, also under torchrun, or servers answer for it (--server). A round is on disk before the
-next one begins. Started again, the command verifies the complete rounds and generates the first
-missing one.
+answers itself, also under torchrun, or servers answer for it (--server). Answers are on disk before they are
+scored, and a round is complete before the next one begins. Started again, the command verifies the
+complete rounds and generates the first missing one.
 """
 
 import os
@@ -40,7 +40,7 @@ from llama_ft.extensions.rollouts.policy import (  # noqa: E402
     tokens_of,
 )
 from llama_ft.extensions.rollouts.prompts import PromptTokens, read_dataset  # noqa: E402
-from llama_ft.extensions.rollouts.resume import finished_rounds, locked  # noqa: E402
+from llama_ft.extensions.rollouts.resume import find_rounds, locked  # noqa: E402
 from llama_ft.extensions.rollouts.rewards import RewardPool, parse_reward  # noqa: E402
 from llama_ft.extensions.rollouts.rounds import (  # noqa: E402
     Answer,
@@ -50,6 +50,7 @@ from llama_ft.extensions.rollouts.rounds import (  # noqa: E402
     read_round,
     rollouts_of,
     write_round,
+    write_unscored,
 )
 from llama_ft.extensions.rollouts.sampling import OwnSampler, Sampler, Sampling  # noqa: E402
 from llama_ft.extensions.rollouts.servers import ServerRequests, ServerSampler  # noqa: E402
@@ -98,20 +99,27 @@ def main(flags: RolloutFlags) -> None:
             rewards=[],
             data={"dataset": flags.dataset, "sha256": dataset.sha256},
         )
-        finished = ranks.broadcast_from_rank0(
-            lambda: finished_rounds(output_dir, facts, functions, rounds)
+        on_disk = ranks.broadcast_from_rank0(
+            lambda: find_rounds(output_dir, facts, functions, rounds)
         )
         log.info(
             f"{plural(len(rounds), 'round')} of {flags.prompts_per_step} prompts with "
-            f"{plural(flags.num_generations, 'answer')} each; {len(finished)} complete"
+            f"{plural(flags.num_generations, 'answer')} each; {len(on_disk.finished)} complete"
         )
         for step, prompts in enumerate(rounds, 1):
-            if step in finished:
+            if step in on_disk.finished:
                 continue
             started = time.monotonic()
-            answers = policy.sampler.sample(prompts, step)
+            rollouts = on_disk.unscored.get(step)
+            if rollouts is None:
+                answers = policy.sampler.sample(prompts, step)
+                rollouts = Round(replace(facts, step=step), prompts, answers)
+                if ranks.is_main and pool is not None:
+                    write_unscored(output_dir, rollouts)
+            else:
+                log.info(f"round {step}: its answers are on disk, and are only scored")
             if ranks.is_main:
-                rollouts = score(Round(replace(facts, step=step), prompts, answers), pool)
+                rollouts = score(rollouts, pool)
                 write_round(output_dir, rollouts)
                 seconds = time.monotonic() - started
                 log.info(f"round {step} of {len(rounds)}: {describe(rollouts)}, {seconds:.1f} s")
@@ -208,7 +216,7 @@ def score(rollouts: Round, pool: RewardPool | None) -> Round:
     if all(one.total is None for one in scored):
         raise UserError(
             f"--reward: no answer of round {rollouts.facts.step} has a reward; the lines above say why.\n"
-            "This round is not written. Complete rounds are kept."
+            "Its answers are kept. The same command scores them again, without generating."
         )
     remaining = iter(scored)
     groups = [

@@ -19,6 +19,7 @@ from llama_ft.extensions.rollouts.rounds import (
     list_rounds,
     read_round,
     write_round,
+    write_unscored,
 )
 
 FILES = ("prompts.jsonl", "round.json", "samples.safetensors")
@@ -136,6 +137,28 @@ def test_the_leftover_of_a_kill_is_no_round_and_is_replaced(tmp_path: Path) -> N
     folder = write_round(tmp_path, a_round())
     assert list_rounds(tmp_path) == [folder]
     assert not aside.exists()
+
+
+def test_answers_that_were_kept_make_the_same_round_when_they_are_scored(tmp_path: Path) -> None:
+    scored = a_round()
+    groups = []
+    for group in scored.answers:
+        groups.append([replace(one, rewards={}, total=None) for one in group])
+    facts = replace(scored.facts, rewards=[])
+    kept = write_unscored(tmp_path / "kept", Round(facts, scored.prompts, groups))
+    assert kept == tmp_path / "kept/rollouts/unscored-000001"
+    assert list_rounds(tmp_path / "kept") == []
+    found = read_round(kept)
+    groups = []
+    for group, others in zip(found.answers, scored.answers, strict=True):
+        pairs = zip(group, others, strict=True)
+        groups.append([replace(one, rewards=o.rewards, total=o.total) for one, o in pairs])
+    facts = replace(found.facts, rewards=scored.facts.rewards)
+    folder = write_round(tmp_path / "kept", Round(facts, found.prompts, groups))
+    assert not kept.exists()
+    expected = write_round(tmp_path / "at-once", scored)
+    for name in FILES:
+        assert (folder / name).read_bytes() == (expected / name).read_bytes()
 
 
 def test_rounds_are_listed_in_the_order_of_their_steps(tmp_path: Path) -> None:

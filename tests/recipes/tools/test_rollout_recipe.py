@@ -60,10 +60,9 @@ class Job:
     def run(self, output: str, *more: str, ranks: int = 0) -> Finished:
         return forked(ROLLOUT, *self.flags(output, *more), ranks=ranks)
 
-    def start(self, output: str, ranks: int) -> Running:
-        return start_forked(
-            ROLLOUT, *self.flags(output), output=self.folder / "output.txt", ranks=ranks
-        )
+    def start(self, output: str, *more: str, ranks: int) -> Running:
+        flags = self.flags(output, *more)
+        return start_forked(ROLLOUT, *flags, output=self.folder / "output.txt", ranks=ranks)
 
     def rounds(self, output: str) -> list[Round]:
         return [read_round(folder) for folder in list_rounds(self.folder / output)]
@@ -115,21 +114,27 @@ def test_rounds_have_prompts_rewards_and_checksums(job: Job) -> None:
     assert len(facts.policy["checksum"]) == len(facts.data["sha256"]) == 64
 
 
-def test_a_killed_command_of_two_ranks_ends_with_the_bytes_of_one_rank(job: Job) -> None:
-    job.wait.touch()  # the rewards of round 2 wait
-    running = job.start("killed", ranks=2)
+def test_a_killed_command_of_two_sharded_ranks_ends_with_the_bytes_of_one_rank(job: Job) -> None:
+    """The ranks share the weights; in each round one of them has fewer batches. The rewards of round
+    2 wait for the kill. Its answers are scored without generating them again."""
+    job.wait.touch()
+    running = job.start("killed", "--enable_fsdp", ranks=2)
+    folder = job.folder / "killed/rollouts"
     deadline = time.monotonic() + 200
-    while not list_rounds(job.folder / "killed") and time.monotonic() < deadline:
+    while not (folder / "unscored-000002").exists() and time.monotonic() < deadline:
         assert running.is_alive(), (job.folder / "output.txt").read_text()
         time.sleep(0.05)
     running.send(signal.SIGKILL)
     running.wait(30)
     job.wait.unlink()
-    assert [folder.name for folder in list_rounds(job.folder / "killed")] == ["000001"]
+    assert "sharded across 2 ranks" in (job.folder / "output.txt").read_text()
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    assert names == ["000001", "unscored-000002"]
 
     finished = job.run("killed", ranks=2)
     assert finished.exit_code == 0, finished.output
     assert "3 rounds of 2 prompts with 3 answers each; 1 complete" in finished.output
+    assert finished.output.count("round 2: its answers are on disk, and are only scored") == 1
     assert job.content("killed") == job.content("whole")
 
 
@@ -148,26 +153,25 @@ def test_complete_rounds_are_verified_and_other_settings_named(job: Job) -> None
     assert job.content("whole") == before
 
 
-def test_a_round_without_any_reward_ends_the_command(job: Job) -> None:
-    finished = job.run("none", "--reward", f"{job.folder}/reward.py:nothing")
-    assert finished.exit_code == 2, finished.output
-    assert "no answer of round 1 has a reward" in finished.output
-    assert "ValueError: no idea" in finished.output
-    assert "Traceback" not in finished.output
-    assert job.rounds("none") == []
-
-
-def test_a_server_answers_in_place_of_the_model(job: Job) -> None:
+def test_a_server_answers_once_also_if_the_rewards_fail_at_first(job: Job) -> None:
     server = RolloutServer(AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32))
     flags = job.flags("served")
     for name in ("--device", "--precision", "--batch_size"):
         place = flags.index(name)
         del flags[place : place + 2]
     with serve(server.answer) as url:
-        finished = forked(ROLLOUT, *flags, "--server", url, "--model", "tuned")
-        assert finished.exit_code == 0, finished.output
+        flags += ["--server", url, "--model", "tuned"]
+        failed = forked(ROLLOUT, *flags, "--reward", f"{job.folder}/reward.py:nothing")
+        assert len(server.requests) == 6
+        finished = forked(ROLLOUT, *flags)
         count = len(server.requests)
-        again = forked(ROLLOUT, *flags, "--server", url, "--model", "tuned")
+        again = forked(ROLLOUT, *flags)
+    assert failed.exit_code == 2, failed.output
+    assert "no answer of round 1 has a reward" in failed.output
+    assert "ValueError: no idea" in failed.output
+    assert "Traceback" not in failed.output
+    assert finished.exit_code == 0, finished.output
+    assert "round 1: its answers are on disk, and are only scored" in finished.output
     assert again.exit_code == 0, again.output
     assert "3 complete" in again.output
     assert len(server.requests) == count == 15

@@ -2,10 +2,11 @@
 be."""
 
 import fcntl
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_ft.errors import UserError, reason
 from llama_ft.extensions.rollouts.rewards import RewardFunction
@@ -16,6 +17,7 @@ from llama_ft.extensions.rollouts.rounds import (
     list_rounds,
     read_round,
     rollouts_of,
+    unscored_folder_of,
 )
 
 LOCK = ".lock"
@@ -49,13 +51,25 @@ def locked(output_dir: Path) -> Iterator[None]:
         yield
 
 
-def finished_rounds(
+class RoundsOnDisk(NamedTuple):
+    """The rounds that need not be generated.
+
+    Attributes:
+        finished: the numbers of the complete ones.
+        unscored: by number, those whose answers are still to be scored.
+    """
+
+    finished: set[int]
+    unscored: dict[int, Round]
+
+
+def find_rounds(
     output_dir: Path,
     facts: RoundFacts,
     functions: Sequence[RewardFunction],
     rounds: Sequence[Sequence[Prompt]],
-) -> set[int]:
-    """Return the numbers of the rounds that are complete.
+) -> RoundsOnDisk:
+    """Return the rounds on disk.
 
     Args:
         output_dir: their directory.
@@ -66,32 +80,46 @@ def finished_rounds(
     Raises:
         UserError: a round is corrupted, or was made in another way.
     """
-    finished = set[int]()
+    on_disk = RoundsOnDisk(set(), {})
     for folder in list_rounds(output_dir):
         earlier = read_round(folder)
-        others = _differences(earlier.facts, facts, functions)
         step = earlier.facts.step
-        if not others and not _has_prompts(earlier, rounds, step):
-            others = ["other prompts: the tokenizer, its chat template or --skip_bad_rows differs"]
+        others = _differences(earlier.facts, facts) + _other_rewards(earlier.facts, functions)
         if step != int(folder.name):
             others.append(f"the number of round {step}")
-        if others:
-            raise UserError(
-                "\n".join([f"{folder}: was made with", *(f"  {other}" for other in others)])
-                + f"\nSet another --output_dir, or delete {folder.parent} to generate all rounds again."
-            )
-        finished.add(step)
-    return finished
+        _check_same(folder, others, earlier, rounds)
+        on_disk.finished.add(step)
+    for step in range(1, len(rounds) + 1):
+        folder = unscored_folder_of(output_dir, step)
+        if step in on_disk.finished:
+            shutil.rmtree(folder, ignore_errors=True)  # a kill has left it
+        elif folder.is_dir():
+            earlier = read_round(folder)
+            _check_same(folder, _differences(earlier.facts, facts), earlier, rounds)
+            on_disk.unscored[step] = earlier
+    return on_disk
+
+
+def _check_same(
+    folder: Path, others: list[str], earlier: Round, rounds: Sequence[Sequence[Prompt]]
+) -> None:
+    """Raise a UserError if there are differences from the missing rounds, or in the prompts."""
+    if not others and not _has_prompts(earlier, rounds, earlier.facts.step):
+        others = ["other prompts: the tokenizer, its chat template or --skip_bad_rows differs"]
+    if others:
+        raise UserError(
+            "\n".join([f"{folder}: was made with", *(f"  {other}" for other in others)])
+            + f"\nSet another --output_dir, or delete {folder.parent} to generate all rounds again."
+        )
 
 
 def _has_prompts(earlier: Round, rounds: Sequence[Sequence[Prompt]], step: int) -> bool:
     return 0 < step <= len(rounds) and earlier.prompts == list(rounds[step - 1])
 
 
-def _differences(
-    earlier: RoundFacts, facts: RoundFacts, functions: Sequence[RewardFunction]
-) -> list[str]:
-    """Return what differs between a round on disk and those that are missing, as lines."""
+def _differences(earlier: RoundFacts, facts: RoundFacts) -> list[str]:
+    """Return what differs between a round on disk and those that are missing, as lines. Rewards are
+    not compared."""
     lines = []
     for name in ("seed", "num_generations"):
         lines += _line(f"--{name}", getattr(earlier, name), getattr(facts, name))
@@ -103,7 +131,7 @@ def _differences(
         now = getattr(facts, field)
         for name, shown in names.items():
             lines += _line(f"another {shown}:", before.get(name), now.get(name))
-    return [*dict.fromkeys(lines), *_other_rewards(earlier, functions)]
+    return list(dict.fromkeys(lines))
 
 
 def _line(name: str, earlier: Any, now: Any) -> list[str]:

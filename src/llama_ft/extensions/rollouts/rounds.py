@@ -12,6 +12,8 @@ to repeat them.
             seeds      int64   [answers]
             has_ended  uint8   [answers]         0: truncated at the limit of tokens
         round.json             how they were made, and the checksums
+    OUTPUT_DIR/rollouts/unscored-000002/
+        the same files without rewards: answers that are still to be scored
 
 A round appears under its name when it is complete. Neither times nor directories of the machine are
 in it, so that the same command writes the same bytes.
@@ -41,6 +43,7 @@ PROMPTS = "prompts.jsonl"
 SAMPLES = "samples.safetensors"
 FACTS = "round.json"
 NAME = re.compile(r"\d{6,}")  # of a complete round
+UNSCORED = "unscored-"
 ENCODING = ("utf-8", "surrogatepass")  # texts of datasets and models may have lone surrogates
 DTYPES = {
     "tokens": numpy.int32,
@@ -160,6 +163,11 @@ def folder_of(output_dir: Path, step: int) -> Path:
     return rollouts_of(output_dir) / f"{step:06}"
 
 
+def unscored_folder_of(output_dir: Path, step: int) -> Path:
+    """Return the directory of the answers of a round that are still to be scored."""
+    return rollouts_of(output_dir) / f"{UNSCORED}{step:06}"
+
+
 def list_rounds(output_dir: Path) -> list[Path]:
     """Return the directories of the complete rounds, in order."""
     folder = rollouts_of(output_dir)
@@ -176,12 +184,26 @@ def sha256_of(file: Path) -> str:
 
 
 def write_round(output_dir: Path, rollouts: Round) -> Path:
-    """Write a round, and return its directory. A part of one, which a kill has left, is replaced.
+    """Write a round, and return its directory. Its answers without rewards are deleted, and a part of
+    one, which a kill has left, is replaced.
 
     Raises:
         UserError: the round exists already, or the directory cannot be written.
     """
-    folder = folder_of(output_dir, rollouts.facts.step)
+    step = rollouts.facts.step
+    folder = _write(folder_of(output_dir, step), rollouts)
+    shutil.rmtree(unscored_folder_of(output_dir, step), ignore_errors=True)
+    return folder
+
+
+def write_unscored(output_dir: Path, rollouts: Round) -> Path:
+    """Write the answers of a round before they are scored, so that neither a reward that fails nor a
+    kill loses them. Raises UserError as `write_round` does."""
+    return _write(unscored_folder_of(output_dir, rollouts.facts.step), rollouts)
+
+
+def _write(folder: Path, rollouts: Round) -> Path:
+    """Write a round into a directory, and return it."""
     aside = folder.with_name(f".{folder.name}.tmp")
     contents = {PROMPTS: _prompts_text(rollouts), SAMPLES: save(_arrays(rollouts))}
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
