@@ -34,6 +34,11 @@ def score(prompt, answer, sample):
     if answer == "hanging fork":
         if os.fork() == 0: time.sleep(1000)
         os._exit(0)
+    if answer == "wrong reply":
+        for number in range(3, 40):
+            try: os.write(number, bytes([0, 0, 0, 2]) + b"[]")
+            except OSError: pass
+        os._exit(5)
     if answer == "input": return len(input())
     if answer == "none": return None
     if answer == "numpy":
@@ -41,7 +46,7 @@ def score(prompt, answer, sample):
         return numpy.float32(0.5)
     values = {"text": "1", "nan": float("nan"), "infinite": float("-inf"), "list": [1], "empty": {},
               "name": {"a b": 1}, "part": {"a": None}, "true": True, "whole": 3,
-              "negative": -2.5}
+              "negative": -2.5, "large": 1e39}
     return values[answer]
 
 def parts(prompt, answer, sample):
@@ -57,6 +62,8 @@ value = 3
 NO_REWARD = {
     "raise": ("error", "functions.py:8: ZeroDivisionError: division by zero"),
     "exit": ("error", "functions.py:9: SystemExit: 3"),
+    "wrong reply": ("crash", "exit code 5"),
+    "large": ("value", "1e+39 (float)"),  # more than float32 has
     "kill": ("crash", "SIGKILL"),
     "quit": ("crash", "exit code 7"),
     "memory": ("memory", "MemoryError"),
@@ -111,12 +118,12 @@ def test_failures_are_counted_by_kind_and_shown_with_the_first_one(
     pool, answers, results = scored
     first, *others = pool.describe(results, num_generations=len(answers) // 2).splitlines()
     mean = sum(REWARDS.values()) / len(REWARDS)
-    assert first == f"rewards: 10 of 40 answers, mean {mean:.4g}"
-    assert [line.split()[0] for line in others] == ["6", "6", "2", "2", "14"]
-    killed = list(NO_REWARD).index("kill") + 1
+    assert first == f"rewards: 10 of 44 answers, mean {mean:.4g}"
+    assert [line.split()[0] for line in others] == ["6", "8", "16", "2", "2"]
+    replied = list(NO_REWARD).index("wrong reply") + 1
     assert others[1] == (
-        "  6 answers without a reward: score ended its process; "
-        f"the first: answer {killed} to prompt 1 (SIGKILL)"
+        "  8 answers without a reward: score ended its process; "
+        f"the first: answer {replied} to prompt 1 (exit code 5)"
     )
 
 

@@ -53,7 +53,7 @@ def a_round(step: int = 1) -> Round:
     ]
     answers = [
         [answer("2", [7, 2], 1.0), answer("", [], None)],
-        [answer("cm\nmm", [8, 9, 10], 0.25, seed=0), answer("m", [8, 2], -2.0)],
+        [answer("cm\nmm", [8, 9, 10], 0.25, seed=0), answer("m", [8, 2], 0.7)],
     ]
     return Round(facts, prompts, answers)
 

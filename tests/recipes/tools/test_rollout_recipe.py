@@ -1,5 +1,6 @@
 """recipes/rollout.py as users run it."""
 
+import math
 import signal
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ class Job:
         user = {"role": "user", "content": "How many?"}
         answer = {"role": "assistant", "content": "Three."}
         rows = [
-            {"messages": [user], "id": 0},
+            {"messages": [user], "id": 0, "target": math.nan},
             {"messages": [user, answer], "id": 1},
             *({"messages": [{**user, "content": f"Number {n}?"}], "id": n} for n in (2, 3, 4)),
         ]

@@ -2,6 +2,7 @@
 be."""
 
 import fcntl
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -114,7 +115,12 @@ def _check_same(
 
 
 def _has_prompts(earlier: Round, rounds: Sequence[Sequence[Prompt]], step: int) -> bool:
-    return 0 < step <= len(rounds) and earlier.prompts == list(rounds[step - 1])
+    return 0 < step <= len(rounds) and _text(earlier.prompts) == _text(rounds[step - 1])
+
+
+def _text(prompts: Sequence[Prompt]) -> str:
+    """Return prompts as JSON, to compare them: NaN, a missing number of a table, equals itself there."""
+    return json.dumps([vars(prompt) for prompt in prompts], default=str)
 
 
 def _differences(earlier: RoundFacts, facts: RoundFacts) -> list[str]:

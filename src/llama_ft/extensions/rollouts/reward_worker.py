@@ -25,6 +25,7 @@ from llama_ft.processes import end_with
 
 PARAMETERS = ("prompt", "answer", "sample")
 LONGEST_TEXT = 300  # characters of an error's message
+LARGEST_NUMBER = 3.4e38  # of float32, which rounds are stored in
 Reply = dict[str, Any]
 
 
@@ -133,7 +134,7 @@ def _number(value: Any) -> float:
     """Return a number as a float: any type that converts to it but text, such as numpy's."""
     if hasattr(value, "__float__"):
         number = float(value)
-        if math.isfinite(number):
+        if abs(number) <= LARGEST_NUMBER:  # not NaN, either
             return number
     raise WrongFunction(_shown(value))
 

@@ -35,6 +35,7 @@ from llama_ft.processes import cores
 
 REWARD = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)(=(?P<weight>[^=]*))?")
 MOST_PROCESSES = 8
+LARGEST_REPLY = 2**24  # bytes; a longer one is not from reward_worker.py
 IMPORT_SECONDS = 120.0  # for the user's files, which may import large libraries
 SECONDS_TO_END = 5.0  # after a process has closed its socket
 SECONDS_BETWEEN_LOOKS = 0.2  # for processes that have ended, whose forks keep the socket open
@@ -158,12 +159,13 @@ class _Worker:
             self.connection.send_bytes(json.dumps(message, default=str).encode())
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next message; None if the process has ended."""
+        """Return the next message; None if the process has ended, or if a function has written to the
+        socket itself."""
         try:
-            message: dict[str, Any] = json.loads(self.connection.recv_bytes())
-            return message
+            message = json.loads(self.connection.recv_bytes(LARGEST_REPLY))
         except (EOFError, OSError, ValueError):
             return None
+        return message if isinstance(message, dict) else None
 
     def imported(self) -> str:
         """Wait until it has imported the functions. Return what is wrong with them."""

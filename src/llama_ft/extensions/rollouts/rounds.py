@@ -307,7 +307,9 @@ def _number(value: float | None) -> float:
 
 
 def _value(number: float) -> float | None:
-    return None if math.isnan(number) else number
+    """Return a number of a float32 tensor: the shortest one that is rounded to it, so that a reward of
+    0.7, which is 0.699999988 in float32, is at least 0.7."""
+    return None if math.isnan(number) else float(str(numpy.float32(number)))
 
 
 def _answers(arrays: dict[str, numpy.ndarray], facts: RoundFacts) -> list[Answer]:
