@@ -98,7 +98,10 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--work", type=Path, default=cache_dir() / "benchmarks" / "llama_cpp")
     options = parser.parse_args()
-    python = make_environment(cache_dir() / "benchmarks" / f"xllamacpp-{VERSION}", PACKAGE)
+    try:
+        python = make_environment(cache_dir() / "benchmarks" / f"xllamacpp-{VERSION}", PACKAGE)
+    except OSError as error:
+        sys.exit(f"error: {PACKAGE} cannot be installed here: {error}")
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
     write_samples(options.work / "samples.jsonl")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from llama_ft.errors import UserError
-from llama_ft.extensions.serving.adapter_files import read_adapter
+from llama_ft.extensions.serving.adapter_files import SavedAdapter, read_adapter
 
 SETTINGS = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 TENSORS = {
@@ -31,14 +31,28 @@ def test_the_layers_and_the_rank_of_an_adapter_are_read(tmp_path: Path) -> None:
     assert adapter.rank == 4
 
 
+@pytest.mark.parametrize("pattern", ["q_proj", "self_attn.q_proj", r".*\.0\..*", "proj", "k"])
+def test_the_pattern_of_a_layer_is_the_one_that_peft_finds(pattern: str) -> None:
+    from peft.utils.other import get_pattern_key
+
+    name = "model.layers.0.self_attn.q_proj"
+    patterns = {"other": 1, pattern: 2, "q_proj": 3}
+    adapter = SavedAdapter({"r": 4, "rank_pattern": patterns}, {})
+    expected = patterns.get(get_pattern_key(list(patterns), name), 4)
+    assert adapter.setting_of(name, "r", "rank_pattern") == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ([], "has no settings"),
+        ({"peft_type": "LORA", "r": 4}, "lora_alpha is None; expected a number"),
         (SETTINGS | {"r": "four"}, "r is 'four'; expected a number"),
+        (SETTINGS | {"lora_alpha": float("nan")}, "lora_alpha is nan; expected a number"),
         (SETTINGS | {"lora_alpha": None}, "lora_alpha is None; expected a number"),
         (SETTINGS | {"rank_pattern": {"q_proj": "x"}}, "rank_pattern is not a table of numbers"),
         (SETTINGS | {"alpha_pattern": [1]}, "alpha_pattern is not a table of numbers"),
+        (SETTINGS | {"alpha_pattern": {"(q": 1}}, "missing ), unterminated subpattern"),
     ],
 )
 def test_settings_that_are_none_are_user_errors(
@@ -60,10 +74,15 @@ def test_weights_that_are_cut_off_are_user_errors(tmp_path: Path, content: bytes
 @pytest.mark.parametrize(
     ("kept", "settings", "expected"),
     [
-        ([], {}, "it has no tensors"),
+        ([], {}, "has no tensors of LoRA"),
         (["lora_A"], {}, "q_proj.lora_B.weight is missing"),
         (["lora_B"], {}, "q_proj.lora_A.weight is missing"),
-        (["lora_A", "lora_B"], {"r": 2}, "q_proj has rank 4, and adapter_config.json another one"),
+        (["lora_A", "lora_B"], {"r": 2}, "q_proj has rank 4, and in adapter_config.json 2"),
+        (
+            ["lora_A", "lora_B"],
+            {"rank_pattern": {"q_proj": 8}},
+            "q_proj has rank 4, and in adapter_config.json 8",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_user_errors(

@@ -284,6 +284,10 @@ class Misbehaving(http.server.BaseHTTPRequestHandler):
             return 400, '{"error": {"message": "Token id 300 is out of vocabulary"}}'
         if self.behavior == "odd numbers":
             return 200, '{"choices": [{"prompt_logprobs": [null, {"5": {"logprob": "NaN"}}]}]}'
+        if self.behavior == "huge numbers":
+            ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            scores = [{str(token): {"logprob": 10**400}} for token in ids[1:]]
+            return 200, json.dumps({"choices": [{"prompt_logprobs": [None, *scores]}]})
         return 200, '{"choices": [{"text": "Hello", "logprobs": null}]}'  # "no log-probabilities"
 
     def log_message(self, *_: object) -> None:
@@ -321,6 +325,7 @@ def misbehaving(behavior: str) -> Iterator[str]:
         ("another tokenizer", "It says: Token id 300 is out of vocabulary."),
         ("no log-probabilities", "gives no log-probabilities for the tokens of a prompt"),
         ("odd numbers", "gives no log-probabilities for the tokens of a prompt"),
+        ("huge numbers", "no log-probability of the server can be compared"),
         (
             "500 later",
             "/v1/completions fails with HTTP 500 (worker died (Bearer ***)). The server's own log has",

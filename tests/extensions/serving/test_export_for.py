@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from forked import forked
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from llama_ft.extensions.serving.hand_over import adapter_line
+from llama_ft.extensions.serving.adapter_files import read_base
+from llama_ft.extensions.serving.hand_over import adapter_line, serve_line
+from llama_ft.extensions.serving.judgment import Verdict
 
 EXPORT = REPOSITORY / "recipes" / "export.py"
 
@@ -77,6 +81,36 @@ def test_what_vllm_would_ignore_is_refused_and_nothing_is_written(
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_the_command_that_merges_has_the_base_model_and_quotes(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "my adapter", use_dora=True)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    missing = settings | {"base_model_name_or_path": str(tmp_path / "gone")}
+    (adapter / "adapter_config.json").write_text(json.dumps(missing))
+    done = export(adapter, tmp_path / "out", "--for", "vllm", "--base_model", base)
+    assert done.exit_code == 2
+    [command] = re.findall(r"Serve the merged model: llama-ft export (.*)", done.output)
+    merged = export(*shlex.split(command))
+    assert merged.exit_code == 0, merged.output
+
+
+def test_vllm_reads_the_place_and_the_name_that_the_command_has(base: Path, tmp_path: Path) -> None:
+    """It splits NAME=PATH at the first =, reads what has a comma as JSON, and asks the base model for
+    a name that is also the base model's."""
+    adapter = save_adapter(base, tmp_path / "adapter")
+    verdict = Verdict("vLLM 0.33")
+    files = read_base(base, "tiny")
+    for place in ("a,b/out", "a=b/out", "a/b=c", "a/out"):
+        words = shlex.split(serve_line(verdict, adapter, files, tmp_path / place))
+        text = words[words.index("--lora-modules") + 1]
+        if "=" in text and "," not in text:
+            name, _, path = text.partition("=")
+        else:
+            name, path = json.loads(text)["name"], json.loads(text)["path"]
+        assert (name, path) == (place.rpartition("/")[2], str(tmp_path / place))
+    line = serve_line(verdict, adapter, files, tmp_path / "tiny")
+    assert f"--lora-modules tiny-adapter={tmp_path}/tiny" in line
+
+
 def test_names_that_vllm_does_not_find_become_those_of_the_checkpoint(
     base: Path, tmp_path: Path
 ) -> None:
@@ -84,13 +118,38 @@ def test_names_that_vllm_does_not_find_become_those_of_the_checkpoint(
     adapter = save_adapter(base, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
-    renamed = {name.replace("model.model.", "model.text."): tensors[name] for name in tensors}
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["alpha_pattern"] = {"text.layers.0.self_attn.q_proj": 40}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    renamed = {
+        name.replace("model.model.layers", "model.text.layers"): tensors[name] for name in tensors
+    }
     save_file(renamed, file, {"format": "pt"})
     done = export(adapter, tmp_path / "out", "--for", "vllm")
     assert done.exit_code == 0, done.output
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert written.keys() == tensors.keys()
     assert all(torch.equal(tensors[name], written[name]) for name in tensors)
+    # a pattern is of a name, which has changed
+    layer = "model.layers.{}.self_attn.q_proj"
+    saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["alpha_pattern"]
+    assert saved[layer.format(0)] == 40
+    assert saved[layer.format(1)] == settings["lora_alpha"]
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang", "llama.cpp", "transformers"])
+def test_an_adapter_of_another_base_model_is_one_message(
+    base: Path, save_model: Callable[..., Path], tmp_path: Path, server: str
+) -> None:
+    if server == "llama.cpp":
+        pytest.importorskip("gguf")
+    adapter = save_adapter(base, tmp_path / "adapter")
+    wider = save_model(tmp_path / "wider", hidden_size=96)
+    done = export(adapter, tmp_path / "out", "--for", server, "--base_model", wider)
+    assert done.exit_code == 2
+    assert f"{adapter}: is an adapter of another base model than {wider}" in done.output
+    assert " weights in the adapter, and " in done.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_sglang_gets_the_scaling_of_rslora_as_an_alpha(base: Path, tmp_path: Path) -> None:

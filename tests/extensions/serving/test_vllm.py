@@ -79,8 +79,7 @@ def test_what_is_more_than_lora_is_refused_with_a_merge_and_another_training(
     [problem] = verdict.problems
     assert what in problem.what
     assert instead in problem.instead
-    refusal = verdict.refusal("RUN", "OUT", "bfloat16", "vllm")
-    assert "llama-ft export RUN OUT --for vllm --merge --save_dtype bfloat16" in refusal
+    assert "Serve the merged model: MERGE" in verdict.refusal("MERGE")
 
 
 @pytest.mark.parametrize("settings", [{"use_rslora": True}, {"init_lora_weights": "gaussian"}])
@@ -175,7 +174,7 @@ def test_a_model_that_vllm_lacks_is_not_merged_for_it() -> None:
     base = base_of(*layers("model.", *ATTENTION), architectures=["NobodysForCausalLM"])
     verdict = judge(adapter_of(*layers("model.", *ATTENTION)), base)
     assert "NobodysForCausalLM" in verdict.problems[0].what
-    assert "--merge" not in verdict.refusal("RUN", "OUT", "bfloat16", "vllm")
+    assert "MERGE" not in verdict.refusal("MERGE")
 
 
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
@@ -197,7 +196,7 @@ def test_a_class_whose_source_was_not_read_is_refused_as_an_adapter_and_can_be_m
     verdict = judge(adapter_of(*layers("model.", *ATTENTION)), base)
     [problem] = verdict.problems
     assert "this class was not read" in problem.what
-    assert "--merge" in verdict.refusal("RUN", "OUT", "bfloat16", "vllm")
+    assert "MERGE" in verdict.refusal("MERGE")
 
 
 def test_the_version_is_one_of_the_table_or_the_newest_with_a_note() -> None:

@@ -2,10 +2,11 @@
 tensors."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from llama_ft.models.base.source import INDEX_FILE
 
 Shape = tuple[int, ...]
 PARTS = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?$")
+# Of what is not packed, as weights in 4 bits are
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+NOT_TEXT = ("vision", "visual", "image", "audio")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,15 @@ class SavedAdapter:
         patterns = (self.settings.get("rank_pattern") or {}).values()
         return max(int(self.settings.get("r") or 1), *map(int, patterns), 1)
 
+    def setting_of(self, module: str, name: str, pattern_name: str) -> Any:
+        """The value of a setting for a layer: of the first pattern that fits its name, if one does.
+        Source: get_pattern_key of PEFT."""
+        patterns: Mapping[str, Any] = self.settings.get(pattern_name) or {}
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return self.settings.get(name)
+
     def shape(self, module: str, part: str) -> Shape | None:
         """The shape of lora_A or lora_B of a layer."""
         return self.shapes.get(f"{PEFT_PREFIX}{module}.lora_{part}.weight")
@@ -67,6 +80,7 @@ class BaseFiles:
         names: of the tensors in its files; empty without weights.
         template: its own chat template.
         stops: the tokens at which it ends.
+        shapes: name -> shape, of the tensors whose file is here and which are not packed.
     """
 
     name: str
@@ -74,6 +88,7 @@ class BaseFiles:
     names: frozenset[str]
     template: Any = None
     stops: Any = None
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -100,6 +115,16 @@ class BaseFiles:
         """The names of the layers that have tensors."""
         return {name.rpartition(".")[0] for name in self.names}
 
+    def matrices(self) -> dict[str, list[Shape]]:
+        """The shapes of the linear layers of the text part: the end of a name, from its last number
+        on -> shapes. The beginning depends on who has saved the model."""
+        found = dict[str, list[Shape]]()
+        for name, shape in self.shapes.items():
+            is_linear = name.endswith(".weight") and len(shape) == 2
+            if is_linear and not any(word in name for word in NOT_TEXT):
+                found.setdefault(numbered_end(name.removesuffix(".weight")), []).append(shape)
+        return found
+
 
 def read_adapter(folder: Path, place: str = "") -> SavedAdapter:
     """Read the settings and the names of a saved adapter.
@@ -119,65 +144,97 @@ def read_adapter(folder: Path, place: str = "") -> SavedAdapter:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         adapter = SavedAdapter(settings, shapes)
         _check_tensors(adapter)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, re.error, SafetensorError) as error:
         raise UserError(f"{place}: the adapter cannot be read ({reason(error)}).") from error
     return adapter
 
 
 def _check_tensors(adapter: SavedAdapter) -> None:
     """Raise ValueError if A or B is missing, or has another rank than the settings say."""
-    if not adapter.shapes:
-        raise ValueError("it has no tensors")
+    is_lora = adapter.settings.get("peft_type", "LORA") == "LORA"
+    if not adapter.shapes or (is_lora and not adapter.modules):
+        raise ValueError(f"{ADAPTER_WEIGHTS} has no tensors of LoRA, such as q_proj.lora_A.weight")
     for name in adapter.shapes:
         for one, other in (("A", "B"), ("B", "A")):
             partner = re.sub(rf"\.lora_(embedding_)?{one}\b", rf".lora_\1{other}", name)
             if partner not in adapter.shapes:
                 raise ValueError(f"{partner} is missing")
-    patterns = adapter.settings.get("rank_pattern") or {}
-    ranks = {adapter.settings.get("r"), *patterns.values()}
     for module in adapter.modules:
         shape = adapter.shape(module, "A")
-        if shape is not None and ".experts" not in module and shape[0] not in ranks:
-            raise ValueError(f"{module} has rank {shape[0]}, and {ADAPTER_CONFIG} another one")
+        rank = adapter.setting_of(module, "r", "rank_pattern")
+        if shape is not None and ".experts" not in module and shape[0] != rank:
+            raise ValueError(f"{module} has rank {shape[0]}, and in {ADAPTER_CONFIG} {rank}")
 
 
 def _check_settings(settings: Any) -> None:
     """Raise ValueError if numbers of adapter_config.json are none."""
     if not isinstance(settings, dict):
         raise ValueError(f"{ADAPTER_CONFIG} has no settings")
-    for name in ("r", "lora_alpha"):
-        if not isinstance(settings.get(name, 1), int | float):
-            raise ValueError(f"{ADAPTER_CONFIG}: {name} is {settings[name]!r}; expected a number")
+    is_lora = settings.get("peft_type", "LORA") == "LORA"
+    for name in ("r", "lora_alpha") if is_lora else ():
+        value = settings.get(name)  # servers have other defaults than PEFT, or none
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{ADAPTER_CONFIG}: {name} is {value!r}; expected a number")
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = settings.get(name) or {}
         is_table = isinstance(pattern, dict)
         if not is_table or not all(isinstance(value, int | float) for value in pattern.values()):
             raise ValueError(f"{ADAPTER_CONFIG}: {name} is not a table of numbers")
+        for key in pattern:
+            re.compile(key)
 
 
 def read_base(folder: Path, name: str) -> BaseFiles:
     """Read the config and the names of a base model. `name`: the user's name for it."""
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json") or config
+    tensors = stored_tensors(folder)
     return BaseFiles(
         portable(name),
         config,
-        frozenset(stored_names(folder)),
+        frozenset(tensors),
         read_template(folder),
         generation.get("eos_token_id"),
+        {name: shape for name, shape in tensors.items() if shape is not None},
     )
 
 
-def stored_names(folder: Path) -> set[str]:
-    """Return the names of the tensors in a model's safetensors files."""
-    index = read_json(folder / INDEX_FILE).get("weight_map")
-    if index:
-        return set(index)
-    names = set[str]()
-    for path in folder.glob("*.safetensors"):
+def stored_tensors(folder: Path) -> dict[str, Shape | None]:
+    """Return name -> shape of the tensors in a model's safetensors files. None: the file is not here,
+    or the tensor is packed."""
+    index = read_json(folder / INDEX_FILE).get("weight_map") or {}
+    tensors: dict[str, Shape | None] = dict.fromkeys(index)
+    paths = {folder / file for file in index.values()} or set(folder.glob("*.safetensors"))
+    for path in paths:
         with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
-            names |= set(file.keys())
-    return names
+            for name in file.keys():
+                stored = file.get_slice(name)
+                is_plain = stored.get_dtype() in PLAIN_DTYPES
+                tensors[name] = tuple(stored.get_shape()) if is_plain else None
+    return tensors
+
+
+def numbered_end(module: str) -> str:
+    """Return the end of a layer's name from its last number on: 3.self_attn.q_proj."""
+    return re.sub(r"^.*\.(?=\d+\.)", "", module)
+
+
+def find_misfit(adapter: SavedAdapter, base: BaseFiles) -> str:
+    """Return a sentence about a layer of an adapter that has another size in the base model; "" if
+    there is none."""
+    matrices = base.matrices()
+    for module in adapter.modules:
+        inner = adapter.shape(module, "A")
+        outer = adapter.shape(module, "B")
+        stored = matrices.get(numbered_end(module))
+        if inner is None or outer is None or stored is None:
+            continue
+        size = (outer[0], inner[1])
+        if size not in stored and size[::-1] not in stored:  # GPT-2 stores them transposed
+            here = " x ".join(map(str, size))
+            there = " x ".join(map(str, stored[0]))
+            return f"{module} has {here} weights in the adapter, and {there} in the base model"
+    return ""
 
 
 def read_template(folder: Path) -> Any:

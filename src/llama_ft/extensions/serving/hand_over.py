@@ -3,6 +3,7 @@ print the command that serves it."""
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from llama_ft.export_flags import recorded_inputs
 from llama_ft.extensions.serving.adapter_files import (
     BaseFiles,
     SavedAdapter,
+    find_misfit,
     read_adapter,
     read_base,
     read_json,
@@ -24,7 +26,7 @@ from llama_ft.extensions.serving.adapter_files import (
 )
 from llama_ft.extensions.serving.gguf_files import write as gguf_write
 from llama_ft.extensions.serving.gguf_files.modelfile import MODELFILE, write_modelfile
-from llama_ft.extensions.serving.judgment import AdapterVerdict
+from llama_ft.extensions.serving.judgment import EXPERTS, Verdict
 from llama_ft.extensions.serving.rules import RequestedServer, read_target, table, vllm_versions
 from llama_ft.extensions.serving.sglang import check_sglang
 from llama_ft.extensions.serving.vllm import check_vllm
@@ -46,6 +48,7 @@ class HandOver:
         out: the directory to write.
         base_name: Hub name or directory of the base model.
         base: its directory.
+        base_flag: `--base_model` and its value, if the source does not name this base model.
     """
 
     target: RequestedServer
@@ -53,6 +56,13 @@ class HandOver:
     out: Path
     base_name: str
     base: Path
+    base_flag: tuple[str, ...] = ()
+
+    def refusal(self, verdict: Verdict, base: BaseFiles) -> UserError:
+        """Return the error about an adapter that the server cannot serve."""
+        flags = ["--for", self.target.server, "--merge", "--save_dtype", base.dtype]
+        merge = ["llama-ft", "export", self.source, str(self.out), *flags, *self.base_flag]
+        return UserError(verdict.refusal(shlex.join(merge)))
 
     def finish_adapter(self, folder: Path) -> str:
         """Change a written adapter into what the server needs. Return lines for the log.
@@ -65,6 +75,12 @@ class HandOver:
         """
         base = read_base(self.base, self.base_name)
         adapter = read_adapter(folder, self.source)
+        misfit = find_misfit(adapter, base)
+        if misfit:
+            raise UserError(
+                f"{self.source}: is an adapter of another base model than {base.name} ({misfit}). "
+                "--base_model names the right one."
+            )
         if self.target.server in GGUF_SERVERS:
             return self._finish_gguf_adapter(folder, adapter, base)
         verdicts = judge_adapter(self.target, adapter, base)
@@ -72,9 +88,8 @@ class HandOver:
             return load_line(self.out)
         newest = verdicts[0]
         if newest.problems:
-            refusal = newest.refusal(self.source, str(self.out), base.dtype, self.target.server)
-            raise UserError(refusal)
-        rename_layers(folder, newest)
+            raise self.refusal(newest, base)
+        rename_layers(folder, adapter, newest)
         lines = [f"Written for {titles(verdicts)}:\n{serve_line(newest, folder, base, self.out)}"]
         if newest.renames:
             lines.append(f"{len(newest.renames)} layers have the names of the server's.")
@@ -86,17 +101,17 @@ class HandOver:
     def _finish_gguf_adapter(self, folder: Path, adapter: SavedAdapter, base: BaseFiles) -> str:
         model, verdict = gguf_write.for_adapter(self.base, adapter)
         if verdict.problems:
-            server = self.target.server
-            raise UserError(verdict.refusal(self.source, str(self.out), base.dtype, server))
+            raise self.refusal(verdict, base)
         gguf_write.write_adapter(folder, model, adapter)
         file = shlex.quote(str(self.out / gguf_write.ADAPTER_FILE))
         if self.target.server == "ollama":
             lines = [f"FROM {self.base.resolve()}", f"ADAPTER ./{gguf_write.ADAPTER_FILE}"]
             write_modelfile(folder, lines)
             return self._ollama_line()
-        template = shlex.quote(str(self.out / TEMPLATE))
         of_base = f"python convert_hf_to_gguf.py {shlex.quote(str(self.base))} --outfile base.gguf"
-        serve = f"llama-server -m base.gguf --lora {file} --jinja --chat-template-file {template}"
+        serve = f"llama-server -m base.gguf --lora {file} --jinja"
+        if (folder / TEMPLATE).is_file():
+            serve += f" --chat-template-file {shlex.quote(str(self.out / TEMPLATE))}"
         return f"The base model, by a script of llama.cpp: {of_base}\n{serve}"
 
     def _finish_gguf_model(self, folder: Path) -> str:
@@ -157,10 +172,9 @@ def titles(verdicts: list[AdapterVerdict]) -> str:
     return f"{fitting[0][0]} ({', '.join(known)})"
 
 
-def rename_layers(folder: Path, verdict: AdapterVerdict) -> None:
+def rename_layers(folder: Path, adapter: SavedAdapter, verdict: Verdict) -> None:
     """Give the layers of a saved adapter the server's names and settings."""
-    file = folder / ADAPTER_CONFIG
-    settings = read_json(file) | verdict.settings
+    changed = {**verdict.settings, **_renamed_patterns(adapter, verdict.renames)}
     if verdict.renames:
         with safe_open(folder / ADAPTER_WEIGHTS, "pt") as stored:
             tensors = {
@@ -168,8 +182,22 @@ def rename_layers(folder: Path, verdict: AdapterVerdict) -> None:
             }
             metadata = stored.metadata()
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata)
-    if verdict.settings:
-        file.write_text(json.dumps(settings, indent=2) + "\n")
+    if changed:
+        text = json.dumps({**adapter.settings, **changed}, indent=2)
+        (folder / ADAPTER_CONFIG).write_text(text + "\n")
+
+
+def _renamed_patterns(adapter: SavedAdapter, renames: dict[str, str]) -> dict[str, Any]:
+    """Return the patterns of ranks and alphas, with the values of renamed layers by their new
+    names: a server matches patterns with the names in the file."""
+    changed = dict[str, Any]()
+    for single, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        pattern = adapter.settings.get(name)
+        if pattern and renames:
+            layers = {old: new for old, new in renames.items() if EXPERTS not in old}
+            renamed = {new: adapter.setting_of(old, single, name) for old, new in layers.items()}
+            changed[name] = {**renamed, **pattern}
+    return changed
 
 
 def _renamed(name: str, renames: dict[str, str]) -> str:
@@ -188,6 +216,8 @@ def serve_line(verdict: AdapterVerdict, folder: Path, base: BaseFiles, out: Path
         out: where the adapter will be.
     """
     name = out.parent.name if out.name == "model" else out.name
+    if name == base.name:  # a server would answer as the base model
+        name += "-adapter"
     place = str(out)
     if verdict.title.startswith("SGLang"):
         command = [
@@ -201,8 +231,11 @@ def serve_line(verdict: AdapterVerdict, folder: Path, base: BaseFiles, out: Path
         command += ["--lora-paths", f"{name}={place}"]
     else:
         module = f"{name}={place}"
+        settings: dict[str, Any] = {"name": name, "path": place}
         if verdict.is_3d:
-            module = json.dumps({"name": name, "path": place, "is_3d_lora_weight": True})
+            settings["is_3d_lora_weight"] = True
+        if verdict.is_3d or "," in module or "=" in name:  # vLLM splits NAME=PATH there
+            module = json.dumps(settings)
         command = ["vllm", "serve", base.name, "--enable-lora", *verdict.flags]
         command += ["--lora-modules", module]
     template = read_template(folder)
@@ -268,16 +301,29 @@ def finish_export(options: Any, written: Path) -> str:
     base = base_folder(base_name, source) if is_adapter else written
     if base_name == "demo":  # no server knows it
         base_name = str(base)
-    hand_over = HandOver(target, source, options.out, base_name, base)
+    hand_over = HandOver(target, source, options.out, base_name, base, _base_flag(options))
     lines = hand_over.finish_adapter(written) if is_adapter else hand_over.finish_model(written)
     return "\n".join([line for line in (target.note, lines) if line])
 
 
 def base_of(options: Any) -> str:
     """Return the base model of what is exported: its Hub name or directory."""
+    return options.base_model or _own_base(options)
+
+
+def _own_base(options: Any) -> str:
+    """Return the base model that a run or adapter names."""
     recorded = recorded_inputs(options.source).get("model_name")
-    name = options.base_model or recorded
-    return name or base_model_of(str(options.source))
+    return recorded or base_model_of(str(options.source))
+
+
+def _base_flag(options: Any) -> tuple[str, ...]:
+    """Return --base_model and its value, if a command about the source needs it."""
+    own = ""
+    with suppress(UserError):
+        own = _own_base(options)
+    named = options.base_model
+    return ("--base_model", named) if named and named != own else ()
 
 
 def base_folder(name: str, source: str) -> Path:

@@ -50,20 +50,12 @@ class AdapterVerdict:
         """Add a problem."""
         self.problems.append(Problem(what, instead))
 
-    def refusal(self, source: str, out: str, dtype: str, target: str) -> str:
-        """Return the problems and the ways out.
-
-        Args:
-            source: the run or adapter.
-            out: the directory to write.
-            dtype: of the merged model.
-            target: `--for`.
-        """
+    def refusal(self, merge: str) -> str:
+        """Return the problems and the ways out. `merge`: the command that writes a merged model."""
         lines = [f"{self.title} cannot serve this adapter as it was trained:"]
         lines += [f"  {problem.what}" for problem in self.problems]
         if self.can_be_merged:
-            command = f"llama-ft export {source} {out} --for {target} --merge --save_dtype {dtype}"
-            lines.append(f"Serve the merged model: {command}")
+            lines.append(f"Serve the merged model: {merge}")
         instead = list(
             dict.fromkeys(problem.instead for problem in self.problems if problem.instead)
         )
@@ -81,6 +73,9 @@ METHOD_SETTINGS: Mapping[str, tuple[str, str]] = {
     "layer_replication": ("replicated layers", ""),
     "use_bdlora": ("block-diagonal LoRA", ""),
     "use_qalora": ("QALoRA", ""),
+    "arrow_config": ("a router of adapters", ""),
+    "kasa_config": ("KaSA", ""),
+    "monteclora_config": ("MonteCLoRA", ""),
 }
 # They only choose the first values of A and B.
 KEPT_BASE = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")

@@ -130,14 +130,9 @@ def _rank(adapter: SavedAdapter, module: str) -> int:
 
 def _scaling(adapter: SavedAdapter, module: str) -> float:
     """Return the factor of B A in a layer, as PEFT computes it."""
-    from peft.utils.other import get_pattern_key
-
-    settings = adapter.settings
-    patterns = settings.get("alpha_pattern") or {}
-    key = get_pattern_key(list(patterns), module)
-    alpha = float(patterns.get(key, settings["lora_alpha"]))
+    alpha = float(adapter.setting_of(module, "lora_alpha", "alpha_pattern"))
     rank = _rank(adapter, module)
-    return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    return alpha / (rank**0.5 if adapter.settings.get("use_rslora") else rank)
 
 
 def _write(writer: Any, path: Path, tensors: Mapping[str, Read], gguf: Any) -> None:

@@ -11,7 +11,6 @@ Sources: vllm/entrypoints/openai, sglang/srt/entrypoints/openai/serving_completi
 llama.cpp/tools/server/README.md, ollama/docs/api.md.
 """
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -199,7 +198,7 @@ def _number(score: Any) -> float | None:
     """Return a log-probability; None for what is none, such as vLLM's -9999 for minus infinity."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         return None
-    return float(score) if math.isfinite(score) and -9000 < score <= 1e-3 else None
+    return float(score) if -9000 < score <= 1e-3 else None
 
 
 def rendered_chat(server: Server, model: str, chat: ChatProbe) -> list[int] | int | None:

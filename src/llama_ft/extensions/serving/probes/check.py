@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -176,7 +177,7 @@ def _describe(verdict: ProbeVerdict, probes: Probes, run: str) -> str:
     if verdict.weights is Weights.BASE:
         return (
             f"the server answers as the base model: the adapter is NOT applied ({difference}).\n"
-            f"Merge it and serve the whole model: llama-ft export {run} OUT --merge"
+            f"Merge it and serve the whole model: llama-ft export {shlex.quote(run)} OUT --merge"
         )
     other = (
         "neither the fine-tuned nor the base model"
