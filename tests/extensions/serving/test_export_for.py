@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_ft.extensions.serving.adapter_files import read_base
 from llama_ft.extensions.serving.hand_over import adapter_line, serve_line
-from llama_ft.extensions.serving.judgment import Verdict
+from llama_ft.extensions.serving.judgment import AdapterVerdict
 
 EXPORT = REPOSITORY / "recipes" / "export.py"
 
@@ -97,7 +97,7 @@ def test_vllm_reads_the_place_and_the_name_that_the_command_has(base: Path, tmp_
     """It splits NAME=PATH at the first =, reads what has a comma as JSON, and asks the base model for
     a name that is also the base model's."""
     adapter = save_adapter(base, tmp_path / "adapter")
-    verdict = Verdict("vLLM 0.33")
+    verdict = AdapterVerdict("vLLM 0.33")
     files = read_base(base, "tiny")
     for place in ("a,b/out", "a=b/out", "a/b=c", "a/out"):
         words = shlex.split(serve_line(verdict, adapter, files, tmp_path / place))

@@ -118,12 +118,12 @@ class BaseFiles:
     def matrices(self) -> dict[str, list[Shape]]:
         """The shapes of the linear layers of the text part: the end of a name, from its last number
         on -> shapes. The beginning depends on who has saved the model."""
-        found = dict[str, list[Shape]]()
+        matrices = dict[str, list[Shape]]()
         for name, shape in self.shapes.items():
             is_linear = name.endswith(".weight") and len(shape) == 2
             if is_linear and not any(word in name for word in NOT_TEXT):
-                found.setdefault(numbered_end(name.removesuffix(".weight")), []).append(shape)
-        return found
+                matrices.setdefault(numbered_end(name.removesuffix(".weight")), []).append(shape)
+        return matrices
 
 
 def read_adapter(folder: Path, place: str = "") -> SavedAdapter:

@@ -26,7 +26,7 @@ from llama_ft.extensions.serving.adapter_files import (
 )
 from llama_ft.extensions.serving.gguf_files import write as gguf_write
 from llama_ft.extensions.serving.gguf_files.modelfile import MODELFILE, write_modelfile
-from llama_ft.extensions.serving.judgment import EXPERTS, Verdict
+from llama_ft.extensions.serving.judgment import EXPERTS, AdapterVerdict
 from llama_ft.extensions.serving.rules import RequestedServer, read_target, table, vllm_versions
 from llama_ft.extensions.serving.sglang import check_sglang
 from llama_ft.extensions.serving.vllm import check_vllm
@@ -58,7 +58,7 @@ class HandOver:
     base: Path
     base_flag: tuple[str, ...] = ()
 
-    def refusal(self, verdict: Verdict, base: BaseFiles) -> UserError:
+    def refusal(self, verdict: AdapterVerdict, base: BaseFiles) -> UserError:
         """Return the error about an adapter that the server cannot serve."""
         flags = ["--for", self.target.server, "--merge", "--save_dtype", base.dtype]
         merge = ["llama-ft", "export", self.source, str(self.out), *flags, *self.base_flag]
@@ -172,7 +172,7 @@ def titles(verdicts: list[AdapterVerdict]) -> str:
     return f"{fitting[0][0]} ({', '.join(known)})"
 
 
-def rename_layers(folder: Path, adapter: SavedAdapter, verdict: Verdict) -> None:
+def rename_layers(folder: Path, adapter: SavedAdapter, verdict: AdapterVerdict) -> None:
     """Give the layers of a saved adapter the server's names and settings."""
     changed = {**verdict.settings, **_renamed_patterns(adapter, verdict.renames)}
     if verdict.renames:
