@@ -44,6 +44,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 40, "num_attention_heads": 40,
         "max_position_embeddings": 40_960, "tie_word_embeddings": False,
     },
+    "Qwen/Qwen3-30B-A3B": QWEN3 | {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "max_position_embeddings": 40_960, "tie_word_embeddings": False,
+    },
     "HuggingFaceTB/SmolLM3-3B": {
         "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "vocab_size": 128_256, "hidden_size": 2048,
         "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -69,6 +75,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {
             "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 2560, "intermediate_size": 10_240,
             "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+            "max_position_embeddings": 131_072, "sliding_window": 1024,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+            "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+        },
+    },
+    "google/gemma-3-12b-it": {  # takes images, too
+        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 256,
+        "text_config": {
+            "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 3840, "intermediate_size": 15_360,
+            "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
             "max_position_embeddings": 131_072, "sliding_window": 1024,
         },
         "vision_config": {

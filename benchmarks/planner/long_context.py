@@ -65,13 +65,18 @@ class Case:
         return list(map(str, words))
 
 
-def write_inputs(folder: Path, lengths: dict[int, int]) -> None:
+def write_inputs(
+    folder: Path,
+    lengths: dict[int, int],
+    hidden_size: int = 128,
+    intermediate_size: int = 352,
+) -> None:
     """Write a random Llama, a tokenizer of single bytes, and two sequences of each length; `lengths`
     has the number of samples of each."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=352,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

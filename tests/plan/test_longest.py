@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, load_script
 
 from llama_ft.config import load
 from llama_ft.errors import UserError
@@ -88,6 +90,35 @@ def test_the_length_fits_and_a_little_more_does_not(
         return predict(asked, finetuning.RECIPE).device_bytes
 
     assert needed(row.tokens) <= USABLE * device_bytes(GPU) < needed(int(row.tokens * CLOSE * 1.01))
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/planner/long_context.py, whose launches count tensors."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return load_script(REPOSITORY / "benchmarks" / "planner" / "long_context.py")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch's allocations are counted by C++")
+@pytest.mark.slow
+def test_training_at_the_promised_length_fits(
+    benchmark: ModuleType, finetuning: ModuleType, tmp_path: Path
+) -> None:
+    limit = 80 * 2**20
+    benchmark.write_inputs(tmp_path, {8192: 1})
+    config, _ = load(benchmark.Case(1, 8192).flags(tmp_path, "cpu"), DEMO)
+    request = PlanRequest(config, tmp_path / "model", 1, 1, "cpu")
+    method = Method(request, finetuning.RECIPE, [])
+    [promised] = method.search([Room(USABLE * limit, float("inf"))])
+    assert 1024 < promised < 8192
+    more = dataclasses.replace(request, pack_length=round(1.15 * promised))
+    assert predict(more, finetuning.RECIPE).device_bytes > limit
+
+    case = benchmark.Case(1, promised)
+    benchmark.write_inputs(tmp_path, {promised: 1})
+    benchmark.launch([case], tmp_path, "cpu", dump=False)
+    measured = benchmark.measured(case, tmp_path)
+    assert 0.9 * limit < measured <= limit
 
 
 def test_the_table_says_what_a_length_needs() -> None:

@@ -2,6 +2,8 @@
 model, and less is kept."""
 
 import copy
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import losses, run_cases, write_rows
+from conftest import REPOSITORY, load_script, losses, run_cases, write_rows
 from models.computing.test_activation_checkpointing import Operators
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_llama import tiny_llama
@@ -248,3 +250,15 @@ def test_runs_have_the_losses_of_runs_without_tiles(
         expected = losses(tmp_path / f"{name}-off")
         assert len(expected) == 3
         assert losses(tmp_path / f"{name}-48") == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch's allocations are counted by C++")
+@pytest.mark.slow
+def test_a_step_of_wide_mlps_takes_at_most_seven_tenths_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    benchmark = load_script(REPOSITORY / "benchmarks" / "planner" / "tiled_mlp.py")
+    planned, (whole, tiled) = benchmark.measure_memory(tmp_path)
+    assert tiled <= 0.7 * whole
+    assert planned == pytest.approx([whole, tiled], rel=0.05)
