@@ -80,13 +80,6 @@ def _has_nproc(flags: list[str]) -> bool:
 def _launch(verb: str, flags: list[str]) -> None:
     """Run the recipe of a verb with torchrun, on the number of processes in --nproc. The exit code
     is that of the first process that failed."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    for name in ("api", "multiprocessing.api"):  # the failing rank has printed the error
-        logger = logging.getLogger(f"torch.distributed.elastic.{name}")
-        logger.setLevel(logging.CRITICAL)
     parser = ArgumentParser(
         prog=f"llama-ft {verb}",
         usage=f"llama-ft {verb} --nproc N [flags]",
@@ -103,6 +96,16 @@ def _launch(verb: str, flags: list[str]) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    if verb == "train":
+        _exit_on_wrong_settings(flags)
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for name in ("api", "multiprocessing.api"):  # the failing rank has printed the error
+        logger = logging.getLogger(f"torch.distributed.elastic.{name}")
+        logger.setLevel(logging.CRITICAL)
     recipe = RECIPES / f"{VERBS[verb].recipe}.py"
     try:
         run.main(["--nproc_per_node", number, str(recipe), *flags])
@@ -113,3 +116,14 @@ def _launch(verb: str, flags: list[str]) -> None:
         sys.exit(code if code > 0 else 128 - code)
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
+
+
+def _exit_on_wrong_settings(flags: list[str]) -> None:
+    """Print the errors of a training's flags before torchrun is imported and starts Python again,
+    which takes seconds. Each rank checks them, too."""
+    from llama_ft.config import load
+    from llama_ft.errors import exit_on_error
+
+    if {"--help", "-h", "--version"}.isdisjoint(flags):
+        with exit_on_error():
+            load(flags, PACKAGED / "configs" / "demo.yaml")

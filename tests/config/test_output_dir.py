@@ -7,6 +7,7 @@ import pytest
 
 from llama_ft.config.paths import (
     RUN_MARKER,
+    STORE_PACKAGES,
     model_dir_problem,
     not_writable,
     unusual_output_dir,
@@ -186,3 +187,15 @@ def test_a_store_in_the_files_of_the_run_is_rejected(errors_of, tmp_path: Path, 
     assert message.startswith(f"--save_to file://{tmp_path}/{store}: is output_dir run itself")
     for valid in (f"file://{tmp_path}/store", f"file://{tmp_path}", "s3://run/run"):
         assert errors_of(*flags, valid, paths=True) == []
+
+
+def test_a_store_without_its_package_or_protocol_is_rejected(
+    errors_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STORE_PACKAGES, "gs", "no_such_package")
+    for url, expected in {
+        "gs://bucket/run": "needs the package no_such_package: pip install no_such_package",
+        "nowhere://bucket/run": "expected a protocol that fsspec knows, such as s3, gs, az or file.",
+    }.items():
+        (message,) = errors_of("--output_dir", "run", "--save_to", url, paths=True)
+        assert message == f"--save_to {url}: {expected}"

@@ -56,6 +56,7 @@ from llama_ft.errors import UserError
         "--objective reward --validation a.jsonl --best_by eval/perplexity",
         "--validation a.jsonl --best_by eval/rewards/margins",
         "--objective dpo --score exact",
+        "--objective distill --dataset alpaca",
         "--score_tokens 5",
         "--validation a.jsonl --validation_output b.jsonl",
     ],

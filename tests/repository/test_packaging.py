@@ -121,6 +121,7 @@ def metadata(installed: Path) -> Distribution:
     ("verb", "flag", "exit_code"),
     [
         ("train", "--no_such_flag=1", 2),
+        ("train", "--nproc=2 --no_such_flag=1", 2),
         # the others are loaded in the same way
         *(pytest.param(verb, "--help", 0, marks=pytest.mark.slow) for verb in VERBS[2:]),
         *((verb, "--help", 0) for verb in VERBS[:2]),
@@ -130,7 +131,12 @@ def test_a_command_answers_without_importing_torch(
     verb: str, flag: str, exit_code: int, tmp_path: Path, installed: Path
 ) -> None:
     found = run(
-        installed / "llama-ft", verb, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1"
+        installed / "llama-ft",
+        verb,
+        *flag.split(),
+        cwd=tmp_path,
+        check=False,
+        PYTHONPROFILEIMPORTTIME="1",
     )
     imports = [line for line in found.stderr.splitlines() if line.startswith("import time:")]
     printed = "\n".join(

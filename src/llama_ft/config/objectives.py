@@ -33,6 +33,8 @@ class PassEntry:
         is_needed: tells whether there is a pass, from all settings by field name as attributes.
         why_no_stream: what is wrong with streamed samples.
         in_checkpoints: each checkpoint has a copy of the file.
+        why_no_column: what is wrong with samples without the column that is read if no setting names
+            a model or a file. Empty: no column is read.
     """
 
     file: str
@@ -40,6 +42,7 @@ class PassEntry:
     is_needed: Callable[[Any], Any]
     why_no_stream: str
     in_checkpoints: bool = False
+    why_no_column: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,7 @@ TEACHER = PassEntry(
     paths={"teacher_model": "model_of_new_run", "teacher_file": "file"},
     is_needed=lambda s: True,
     why_no_stream="cannot be used: objective {objective} runs its teacher once, over all samples. Leave streaming out.",
+    why_no_column="is {}, but dataset {dataset} has no column logprobs. Set teacher_model.",
 )
 OF_REFERENCE = ("beta", "reference_model", "precompute_ref_log_probs")
 PAIR_LOSSES = "llama_ft.training.objectives.preferences:Preferences"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ MODEL_PATTERNS = (
     "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
     "sentencepiece.bpe.model", "*.tiktoken", "model.gguf", "adapter.gguf", "Modelfile", PROBES_FILE,
 )  # fmt: skip
+# protocol of an object store -> the package in which fsspec finds it
+STORE_PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
+}  # fmt: skip
 COPIED_FILES = "copied_from_base_model"  # in the header of a model card: names of files
 # in the header of a model card, and in trainer.json: text if the samples had no chat template
 PROMPT_FORMAT = "prompt_format"
@@ -466,7 +471,14 @@ def output_dir_problem(
 
 def store_problem(url: str, output_dir: str | None) -> str | None:
     """Return why a run that writes into `output_dir` cannot upload to `url`, or None."""
+    from fsspec.registry import known_implementations, registry  # 0.1 s
+
     protocol, _, path = url.partition("://")
+    package = STORE_PACKAGES.get(protocol)
+    if package is not None and find_spec(package) is None:
+        return f"needs the package {package}: pip install {package}"
+    if protocol not in known_implementations and protocol not in registry:
+        return "expected a protocol that fsspec knows, such as s3, gs, az or file."
     if protocol not in ("file", "local") or output_dir is None:
         return None
     store = expanded(path).resolve()

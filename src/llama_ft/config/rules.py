@@ -85,6 +85,13 @@ def _streams_before(first_pass: PassEntry, s: Any) -> bool:
     return s.streaming and first_pass_of(s) is first_pass
 
 
+def _lacks_column(first_pass: PassEntry, s: Any) -> bool:
+    """Return whether a pass without a model or file would read a column that built-in datasets lack."""
+    is_built_in = isinstance(s.dataset, str) and kind_of_data(s.dataset) in ("demo", "ready")
+    is_given = any(getattr(s, name) for name in first_pass.paths)
+    return is_built_in and not is_given and first_pass_of(s) is first_pass
+
+
 def _reads(dataset_format: str, s: Any) -> bool:
     """Return whether the objective's samples have this format if none is set."""
     return OBJECTIVES[s.objective].formats[:1] == (dataset_format,)
@@ -309,6 +316,11 @@ RULES: tuple[Rule, ...] = (
     *[
         ("streaming", partial(_streams_before, first_pass), first_pass.why_no_stream)
         for first_pass in PASSES
+    ],
+    *[
+        ("objective", partial(_lacks_column, first_pass), first_pass.why_no_column)
+        for first_pass in PASSES
+        if first_pass.why_no_column
     ],
     (
         "dataset_format",

@@ -22,13 +22,12 @@ from fsspec.callbacks import Callback
 
 from llama_ft.checkpoint.reader import content_digest, file_digest
 from llama_ft.config.objectives import FILES_OF_CHECKPOINTS
+from llama_ft.config.paths import STORE_PACKAGES
 from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.runtime import log
 
 T = TypeVar("T")
-# protocol -> the package in which fsspec finds it
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}  # fmt: skip
 # between the attempts of one request; the packages retry some errors by themselves before that
 RETRY_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
 # the same at the start, where the user waits
@@ -86,8 +85,8 @@ class ObjectStore:
             self._system, root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
         except ImportError as error:
             needed = "a package for this protocol"
-            if protocol in PACKAGES:
-                needed = f"the package {PACKAGES[protocol]}: pip install {PACKAGES[protocol]}"
+            if protocol in STORE_PACKAGES:
+                needed = f"the package {STORE_PACKAGES[protocol]}: pip install {STORE_PACKAGES[protocol]}"
             raise UserError(f"{setting} {url}: needs {needed}") from error
         except Exception as error:  # each package has its own errors
             raise self.failure(error) from error
