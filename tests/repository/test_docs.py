@@ -65,7 +65,7 @@ READ_FILES = (
     ".github/**/*.*", "configs/**/*.yaml", "examples/*.yaml", "launch/**/*.*", "notebooks/*.ipynb",
     "src/**/*.html", "src/**/*.css", "src/**/*.js", "docs/*.css", "docs/*.py", "docs/pictures/*.py",
 )  # fmt: skip
-EXAMPLE_OF_ERRORS = "$ python recipes/finetuning.py "
+EXAMPLE_OF_ERRORS = "$ llama-ft train "
 
 
 def to_run(page: Page) -> list[Command]:
