@@ -206,7 +206,7 @@ def metrics_page() -> str:
         "# Metrics\n\n`metrics.jsonl` in the run directory has one JSON object per logged step, written as it\n"
         "happens. A key appears only if it was measured. Trackers get the same names.\n\n"
         f"| key in `metrics.jsonl` | unit | meaning |\n|---|---|---|\n{rows}\n\n"
-        "[MFU and matmul utilization](../concepts/mfu.md) has the formulas.\n"
+        "[MFU and matmul utilization](../guides/performance.md#mfu-and-matmul-utilization) has the formulas.\n"
     )
 
 

@@ -39,7 +39,7 @@ OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
     r"|(build-arg)$"  # Docker's
 )
-CONFIG_PAGE = "docs/getting-started/choose-a-config.md"
+CONFIG_PAGE = "docs/getting-started/choose-a-model.md"
 DATA_PAGE = "docs/guides/data.md"
 TOOLS_PAGE = "docs/guides/chat-templates.md"
 # The Hub names in commands that tests run. They stand for tiny models in a cache of the Hub that
