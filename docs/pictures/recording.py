@@ -1,6 +1,7 @@
-"""recording.svg: a terminal in which recording.txt is typed and printed, as an animation in CSS.
+"""recording.svg: a terminal in which the commands of recording.txt and their verdicts are typed and
+printed, as an animation in CSS.
 
-A viewer without animations shows the first screen.
+A viewer without animations shows the last frame.
 """
 
 import textwrap
@@ -10,14 +11,13 @@ from . import svg
 
 OUTPUT = Path(__file__).resolve().parent / "recording.txt"
 COLUMNS = 100
-ROWS = 28  # lines of the screen
-LINE = 19  # px
+LINE = 18  # px
 TOP = 56
 LEFT = 24
-SECONDS_PER_KEY = 0.035
-SECONDS_BEFORE_OUTPUT = 0.7
-SECONDS_PER_LINE = 0.12
-SECONDS_TO_READ = 4.5  # after the output of each command
+SECONDS_PER_KEY = 0.015
+SECONDS_BEFORE_OUTPUT = 0.5
+SECONDS_PER_LINE = 0.1
+SECONDS_TO_READ = 1.8  # after the output of each command
 CHARACTER = 7.83  # px, the width of a character that textLength asks for
 STYLE = """
     .terminal { fill: #0d1117; stroke: #3d444d; }
@@ -37,14 +37,29 @@ MARKED = {
     "It fits": "good",
     "What fits": "hint",
     "1. ": "hint",
-    "A GPU needs": "hint",
 }
+# Beginning of a line that is shown -> the lines after it that are, too. The rest is "...".
+SHOWN = {"$ ": 0, "It does not fit": 1, "1. ": 2, "It fits": 1}
+
+
+def shown_lines() -> list[str]:
+    """The commands, and what answers the question of each; "..." for what is left out after one."""
+    lines = list[str]()
+    further = 0
+    for line in OUTPUT.read_text().splitlines():
+        start = next((start for start in SHOWN if line.startswith(start)), None)
+        if start is not None or further:
+            lines.append(line)
+            further = further - 1 if start is None else SHOWN[start]
+        elif lines[-1].startswith("$ "):
+            lines.append("...")
+    return lines
 
 
 def read_lines() -> list[tuple[str, str]]:
     """The lines of the recording, wrapped at words, and their classes."""
     lines = []
-    for line in OUTPUT.read_text().splitlines():
+    for line in shown_lines():
         style = next((name for start, name in MARKED.items() if line.startswith(start)), "")
         if style == "command":
             parts = textwrap.wrap(line, COLUMNS - 2, subsequent_indent="    ")
@@ -87,12 +102,7 @@ def draw() -> str:
 
     rules = []
     texts = []
-    offsets = []  # share and lines scrolled
     for number, ((line, style), start) in enumerate(zip(lines, times, strict=True)):
-        if number >= ROWS:
-            offsets.append((share(start), number - ROWS + 1))
-        if not line:
-            continue
         if style == "command":
             typed = start + SECONDS_PER_KEY * len(line)
             frames = f"0%,{share(start)}{{clip-path:inset(0 100% 0 0)}}{share(typed)},100%{{clip-path:inset(0)}}"
@@ -107,13 +117,7 @@ def draw() -> str:
         texts.append(
             element.replace("<text ", f'<text xml:space="preserve"{animation}{length} ', 1)
         )
-    scroll = "".join(f"{at}{{transform:translateY(-{LINE * count}px)}}" for at, count in offsets)
-    last = LINE * max(len(lines) - ROWS, 0)
-    rules.append(
-        f"    @keyframes scroll {{0%{{transform:none}}{scroll}100%{{transform:translateY(-{last}px)}}}}"
-    )
-    rules.append(f"    .scroll {{ animation: scroll {end:.1f}s steps(1) -{begin:.1f}s infinite; }}")
-    height = TOP + LINE * ROWS + 12
+    height = TOP + LINE * len(lines) + 4
     bar = [
         svg.rect(0.5, 0.5, svg.WIDTH - 1, height - 1, "terminal", radius=8),
         '<path d="M1 30V9a8 8 0 0 1 8-8h822a8 8 0 0 1 8 8v21z" class="bar"/>',
@@ -122,10 +126,9 @@ def draw() -> str:
             for place, color in enumerate(("#ff5f57", "#febc2e", "#28c840"))
         ),
         svg.text(svg.WIDTH / 2, 21, "llama-ft plan", "small name", anchor="middle"),
-        f'<clipPath id="screen"><rect y="{TOP - 15}" width="{svg.WIDTH}" height="{LINE * ROWS + 12}"/></clipPath>',
-        f'<g clip-path="url(#screen)"><g transform="translate({LEFT} {TOP})"><g class="scroll">',
+        f'<g transform="translate({LEFT} {TOP})">',
         *texts,
-        "</g></g></g>",
+        "</g>",
     ]
     return svg.picture(
         height, "llama-ft plan in a terminal", describe(), bar, STYLE + "\n".join(rules) + "\n"

@@ -56,6 +56,10 @@ def test_the_recording_has_no_clock_and_ends_with_a_run_that_fits() -> None:
     assert not re.search(r"\d\d:\d\d|20\d\d-", printed)
     [first_change] = re.findall(r"^1\. (.*)$", printed, re.MULTILINE)
     assert first_change in commands[-1]
+    lines = recording.read_lines()
+    assert recording.find_times(lines)[1] < 10.5  # s
+    assert int(re.findall(r'height="(\d+)"', recording.draw())[0]) <= 320
+    assert {"It does not fit", "It fits"} <= {line[:15].partition(" 23")[0] for line, _ in lines}
 
 
 @pytest.fixture
