@@ -300,12 +300,34 @@ def with_url(text: str, key: str, url: str) -> str:
     return re.sub(rf"^(# )?{key}:.*$", line, text, count=1, flags=re.MULTILINE)
 
 
+NOTEBOOK = REPOSITORY / "notebooks" / "quickstart.ipynb"
+COLAB = (
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/{}/blob/main/notebooks/quickstart.ipynb)\n"
+)
+
+
+def notebook_with_url(text: str, url: str) -> str:
+    """A notebook that clones the repository from this URL. On GitHub it has Colab's badge."""
+    notebook = json.loads(text)
+    title, install = notebook["cells"][:2]
+    title["source"] = [line for line in title["source"] if "colab-badge.svg" not in line]
+    on_github = url.removeprefix("https://github.com/")
+    if on_github != url:
+        title["source"].insert(1, COLAB.format(on_github))
+    install["source"] = [
+        re.sub(r'^REPOSITORY = ".*?"', f'REPOSITORY = "{url}"', line) for line in install["source"]
+    ]
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
 def files_with_url() -> dict[Path, str]:
     """The files that name the repository's URL."""
     tools = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]
     url = tools["llama_ft"]["repository_url"]
     files = {REPOSITORY / name: key for name, key in URL_KEYS.items()}
-    return {file: with_url(file.read_text(), key, url) for file, key in files.items()}
+    filled = {file: with_url(file.read_text(), key, url) for file, key in files.items()}
+    return filled | {NOTEBOOK: notebook_with_url(NOTEBOOK.read_text(), url)}
 
 
 def stale() -> list[str]:

@@ -15,16 +15,18 @@ from typing import Any
 PANEL_WIDTH = 205
 PANEL_HEIGHT = 240
 LEFT = 48  # room for numbers
-TOP = 64
-BOTTOM = 44
+TOP = 108
+BOTTOM = 48
 GAP = 24
 DESCRIPTION = "Training and validation losses of llama_ft and TRL, which lie over each other"
+HEADING = "The same steps in llama_ft and in TRL: losses"
 TITLES = {"lora": "LoRA", "full": "Full fine-tuning", "dpo": "DPO of the LoRA result"}
 STYLE = """
     text { font-family: -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2937; }
-    .title { font-size: 15px; font-weight: 600; }
+    .title { font-size: 16px; font-weight: 600; }
+    .panel { font-size: 14px; font-weight: 600; }
     .number, .legend { font-size: 13px; }
-    .card { fill: #ffffff; }
+    .card { fill: #ffffff; stroke: #d1d5db; }
     .grid { stroke: #d1d5db; stroke-width: 1; }
     .curve { fill: none; stroke-linejoin: round; }
     .trl { stroke: #f59e0b; stroke-width: 5; stroke-opacity: 0.55; }
@@ -33,7 +35,7 @@ STYLE = """
     .dot { fill: #1d4ed8; }
     @media (prefers-color-scheme: dark) {
       text { fill: #e5e7eb; }
-      .card { fill: #111827; }
+      .card { fill: #111827; stroke: #374151; }
       .grid { stroke: #374151; }
       .trl { stroke: #f59e0b; }
       .ours { stroke: #93c5fd; }
@@ -67,7 +69,7 @@ class Panel:
         return TOP + PANEL_HEIGHT * (1 - value / self.top_value)
 
     def axes(self, title: str) -> list[str]:
-        lines = [f'<text class="title" x="{self.left}" y="{TOP - 14}">{title}</text>']
+        lines = [f'<text class="panel" x="{self.left}" y="{TOP - 14}">{title}</text>']
         right = self.left + PANEL_WIDTH
         for number in range(round(self.top_value / self.step_of_scale) + 1):
             value = number * self.step_of_scale
@@ -104,7 +106,7 @@ def nice_step(largest: float) -> float:
 
 
 def legend(middle: float) -> list[str]:
-    y = 20
+    y = 62
     entries = [
         ('<path class="curve trl" d="M{x} {y}h26"/>', "TRL, training"),
         ('<path class="curve ours" d="M{x} {y}h26"/>', "llama_ft, training"),
@@ -130,7 +132,8 @@ def draw_figure(result: dict[str, Any]) -> str:
         '<title id="title">Losses of llama_ft and of TRL</title>',
         f'<desc id="desc">{DESCRIPTION}</desc>',
         f"<style>{STYLE}</style>",
-        f'<rect class="card" width="{width}" height="{height}"/>',
+        f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>',
+        f'<text class="title" x="20" y="34">{HEADING}</text>',
         *legend(max(width / 2, 310)),
     ]
     for number, (name, training) in enumerate(trainings.items()):

@@ -216,6 +216,13 @@ def test_one_variable_gives_the_site_and_the_citation_the_url_of_the_repository(
         filled = generate.with_url(text, key, url)
         assert url not in text and f"\n{key}: {url}\n" in filled
         assert generate.with_url(filled, key, "") == text
+    notebook = generate.NOTEBOOK.read_text()
+    filled = generate.notebook_with_url(notebook, "https://github.com/owner/llama_ft")
+    assert 'REPOSITORY = \\"https://github.com/owner/llama_ft\\"' in filled
+    place = "colab.research.google.com/github/owner/llama_ft/blob/main/notebooks/quickstart.ipynb"
+    assert place in filled and (REPOSITORY / place.partition("/main/")[2]).is_file()
+    assert "colab" not in generate.notebook_with_url(notebook, url)
+    assert generate.notebook_with_url(filled, "") == notebook
 
 
 @pytest.mark.slow
