@@ -13,6 +13,11 @@ QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "num_key_value_heads": 8,
     "head_dim": 128,
 }  # fmt: skip
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 248_320,
+    "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "max_position_embeddings": 262_144, "tie_word_embeddings": False,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": LLAMA | {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -123,6 +128,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "model_type": "pixtral", "hidden_size": 1024, "image_size": 1540, "intermediate_size": 4096,
             "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "head_dim": 64,
         },
+    },
+    # Of these three the text part. Qwen3.5: from Transformers' Qwen3_5TextConfig, whose defaults are those
+    # of the 9B model, and from the config.json of the 27B model as other repositories' tests quote it
+    "Qwen/Qwen3.5-9B": QWEN3_5 | {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    "Qwen/Qwen3.5-27B": QWEN3_5 | {
+        "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 64, "num_attention_heads": 24,
+        "linear_num_value_heads": 48,
+    },
+    # From the config.json of google/gemma-4-E4B-it-qat-w4a16-ct, as another repository's tests quote it
+    "google/gemma-4-E4B-it": {
+        "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "vocab_size": 262_144,
+        "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 42, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512, "num_kv_shared_layers": 18,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144, "sliding_window": 512,
+        "final_logit_softcapping": 30.0, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
     },
 }  # fmt: skip
 # As the models' pages count them, of Gemma the text part: of its 4,300,079,472 the vision tower has

@@ -29,7 +29,7 @@ MOST_FILES = 12  # per folder, without __init__.py
 TOKENS = {
     "": 5600,  # datasets of extensions, and the command as it was typed
     "checkpoint": 11_200,
-    "config": 20_700,  # rollouts, several scored answers, the newest run
+    "config": 20_900,  # rollouts, several scored answers, the newest run, packages of stores
     "cpu": 4700,
     "data": 46_200,  # forms of traces, what context lengths keep, what templates drop, shared steps
     "evaluation": 3500,
@@ -47,7 +47,7 @@ TOKENS = {
     "libraries": 2600,
     "models": 63_600,  # tiled MLPs, attention that ranks cannot share, pieces that a plan leaves out
     "observe": 12_600,
-    "plan": 21_200,  # one list of changes; --longest plans all GPUs together, and knows what limits
+    "plan": 22_700,  # one list of changes; --longest plans all GPUs together; loops over chunks are counted
     "run": 9300,
     "runtime": 12_800,
     "training": 26_900,

@@ -207,7 +207,7 @@ def _plan_with(
             open_loader=loader_of_headers(headers),
         )
         built = recipe.build_model(model_request, ranks, tracker)
-        tracker.watch(built)
+        tracker.watch(built, config.train.activation_checkpointing != "selective")
         objective = recipe.build_objective(config)
         if first_pass := objective.first_pass(config):
             first_pass.fill_for_plan()

@@ -9,9 +9,11 @@ NotImplemented for DTensors, it is called again for the operators on their local
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -26,6 +28,7 @@ from llama_ft.models.adapters import lora_experts, lora_linear
 from llama_ft.models.base.layers import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.fake.attention_workspace import attention_workspace_bytes
+from llama_ft.plan.fake.chunk_loops import LoopCall, LoopMemory, ShortLoop, loops_of
 from llama_ft.plan.fake.patches import counted_memory
 from llama_ft.plan.types import Peak
 from llama_ft.runtime import fp32_matmuls
@@ -85,6 +88,7 @@ class MemoryTracker(TorchDispatchMode):
         self._hooked: set[int] = set()
         self.most_offloaded_bytes = 0
         self._offloaded_bytes = 0
+        self._patches = ExitStack()  # of `planning`
 
     def enter(self, phase: Phase) -> None:
         """See PhaseMonitor."""
@@ -156,6 +160,7 @@ class MemoryTracker(TorchDispatchMode):
     def planning(self) -> Iterator[None]:
         """In the block, all tensors are fake and counted."""
         with (
+            ExitStack() as self._patches,
             counted_memory(self.count_storage, self._offloading, self._allocating),
             FakeTensorMode(allow_non_fake_inputs=True),
             self,
@@ -194,9 +199,15 @@ class MemoryTracker(TorchDispatchMode):
 
         return wrapped
 
-    def watch(self, built: BuiltModel) -> None:
-        """Count a model's parameters, its gradients, and the memory of its LM head."""
+    def watch(self, built: BuiltModel, shortens_loops: bool = True) -> None:
+        """Count a model's parameters, its gradients, and the memory of its LM head. With
+        `shortens_loops`, loops over chunks are counted instead of run: not with selective
+        activation checkpointing, which keeps the matmuls inside of them."""
         model = built.model
+        if shortens_loops:
+            for owner, name in loops_of(model):
+                short = ShortLoop(getattr(owner, name), self)
+                self._patches.enter_context(patch.object(owner, name, short))
         self.assign(
             (value for value in model.parameters() if value.is_floating_point()),
             "sharded parameters",
@@ -233,6 +244,35 @@ class MemoryTracker(TorchDispatchMode):
             self._holder = "logits and loss"
             if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
                 args[0].register_hook(lambda _: setattr(self, "_holder", "activations"))
+
+    def measure(self, call: LoopCall) -> LoopMemory:
+        """Run a loop over chunks apart from what this tracker counts, and return its memory."""
+        meter = MemoryTracker("cuda" if self._is_cuda else "cpu")
+        meter._workspace_bytes = 0  # the model's first matmul has allocated it
+        # Modes and the hooks of activation checkpointing belong to a thread. A new one has none.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(meter._run_loop, call).result()
+
+    def _run_loop(self, call: LoopCall) -> LoopMemory:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            self,
+            torch.set_grad_enabled(call.keeps),
+        ):
+            self.enter("forward")
+            inputs = call.inputs()
+            before = self._now
+            output, _ = call.function(*inputs, **dict(call.options))
+            forward = self.peaks["forward"].bytes - before
+            graph = self._now - before - output.nbytes
+            if not call.keeps:
+                return LoopMemory(forward)
+            gradient = torch.empty_like(output)
+            before = self._now
+            self.enter("backward")
+            trained = [tensor for tensor in inputs if tensor.requires_grad]
+            torch.autograd.grad(output, trained, gradient)
+            return LoopMemory(forward, graph, self.peaks["backward"].bytes - before)
 
     def count_storage(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that may be new or resized."""
