@@ -188,10 +188,10 @@ TOWERS = re.compile("visi|visual|projector|image_embed|audio_embed")
 LENGTHS = [[24, 16], [20, 12]]  # the two samples of each rank; the windows have 16 tokens
 NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
-# The fast cases: all ways of one, both usual ways of experts, and one way of a tied head, and of each
+# The fast cases: three ways of one, both usual ways of experts, and one way of a tied head, and of each
 # further kind of attention and of layers. The others are slow.
 FAST = {
-    *(("Llama 2", method) for method in METHODS),
+    *(("Llama 2", method) for method in (TWO_WAYS[0], "LoRA 8bit", TWO_WAYS[1])),
     ("Gemma 2", TWO_WAYS[0]),
     *(("Mixtral", method) for method in TWO_WAYS),
     ("Llama 2", "LoRA, sized, DoRA"),

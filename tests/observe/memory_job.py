@@ -30,7 +30,7 @@ def load_whole_model_too(built: models.BuiltModel, *arguments: Any, **keywords: 
             for file in sorted(built.folder.glob("*.safetensors"))
             for tensor in load_file(file).values()
         ]
-        KEPT.extend(tensor.clone() for tensor in tensors for _ in range(4))
+        KEPT.extend(tensor.clone() for tensor in tensors for _ in range(6))
     return MATERIALIZE(built, *arguments, **keywords)
 
 

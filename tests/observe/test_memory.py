@@ -22,10 +22,10 @@ JOB = Path(__file__).with_name("memory_job.py")
 CPU = torch.device("cpu")
 # of the model, which a rank of memory_job.py keeps
 MIB = 2**20
-COPIES = 4
+COPIES = 6
 HIDDEN = 512
 MIDDLE = 1344
-LAYERS = 5
+LAYERS = 3
 WORDS = 301
 KEYS = 256
 LAYER = 2 * HIDDEN * HIDDEN + 2 * KEYS * HIDDEN + 3 * HIDDEN * MIDDLE + 2 * HIDDEN

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from conftest import (
     losses,
     metrics,
     recipe,
-    run,
     series,
     write_jsonl,
     write_rows,
@@ -78,6 +76,7 @@ SLOW_RUNS = {
 # A command of llama-recipes, with a local model and an early end of training and evaluation.
 LLAMA_RECIPES = (
     "--enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora --model_name @tiny "
+    "--dataset @rows70 "
     "--batch_size_training 1 --num_epochs 1 --save_model --max_train_step 3 --max_eval_step 2"
 )
 CUSTOM = """
@@ -381,7 +380,7 @@ def test_a_run_can_be_watched_from_its_files(launch: Finished, folder: Path) -> 
     facts = json.loads((folder / "lora" / "facts.json").read_text())
     assert facts["training_began"]["step"] == 0
     assert moment(facts["ended"]) == progress.until
-    watched = run([sys.executable, str(RECIPE.with_name("watch.py")), str(folder / "lora")])
+    watched = forked(RECIPE.with_name("watch.py"), folder / "lora")
     assert watched.exit_code == 0, watched.output
     loss = losses(folder / "lora")[-1]
     assert f"loss {loss:.4g}, mean of the last 3: " in " ".join(watched.output.split())

@@ -11,10 +11,12 @@ from conftest import write_rows
 from forked import forked
 
 JOB = Path(__file__).parent / "stream_job.py"
-SAMPLES = 600
+SAMPLES = 320  # a window of 256, which are a chunk, and a small one
 ENDS = 4  # runs that end after so many steps
 BUFFER = 200
-STEPS = 60
+STEPS = 28
+PADDED_STEPS = 48
+BAD = 290  # samples before the bad one, which is in the second window
 CASE: dict[str, Any] = {
     "file": "rows.jsonl",
     "first": 1,
@@ -36,7 +38,7 @@ def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     write_rows(folder / "rows.jsonl", SAMPLES)
     lines = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "bad.jsonl").write_text(
-        "\n".join([*lines[:450], '{"instruction": 3, "output": "x"}', *lines[450:]])
+        "\n".join([*lines[:BAD], '{"instruction": 3, "output": "x"}', *lines[BAD:]])
     )
     odd = json.dumps({"instruction": "Hi", "output": 1.0})
     (folder / "odd.jsonl").write_text("\n".join([*lines[:40], odd, odd, *lines[40:]]))
@@ -75,11 +77,11 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     }
     cases = [
         case("packed", 1),
-        case("padded", 1, pack_length=None, last=90),
+        case("padded", 1, pack_length=None, last=PADDED_STEPS),
         case("bad", 1, file="bad.jsonl"),
         case("skipped", 1, file="bad.jsonl", config={"skip_bad_rows": True}),
         case("long", 1, **too_long),
-        case("odd", 1, file="odd.jsonl"),
+        case("odd", 1, file="odd.jsonl", last=4),
     ]
     return run(folder, 1, cases)
 
@@ -99,7 +101,7 @@ def together(alone: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[s
     ]
     cases += [
         case("packed", 2),
-        case("padded", 2, pack_length=None, last=90),
+        case("padded", 2, pack_length=None, last=PADDED_STEPS),
         case("bad", 2, file="bad.jsonl"),
     ]
     return run(folder, 2, cases)
@@ -177,7 +179,8 @@ def test_a_bad_sample_ends_the_stream_on_all_ranks_or_is_skipped(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     for results in (alone, together):
-        assert "bad.jsonl:451" in results["bad"]["message"]
+        assert f"bad.jsonl:{BAD + 1}" in results["bad"]["message"]
         assert "--skip_bad_rows" in results["bad"]["message"]
     assert alone["skipped"]["message"] == ""
-    assert 451 not in [sample for step in alone["skipped"]["steps"] for sample in step["samples"]]
+    skipped = {sample for step in alone["skipped"]["steps"] for sample in step["samples"]}
+    assert skipped == {*range(1, SAMPLES + 2)} - {BAD + 1}

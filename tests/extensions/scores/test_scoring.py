@@ -39,6 +39,7 @@ def infinite(prompt, answer, reference): return float("inf")
 def counted(prompt, answer, reference): return answer.count("a")
 '''
 TOKENS = 6
+STEPS = 16  # each is an epoch, and evaluated
 CODE = [{"tag": "row"}, {"tag": "shard"}, {"tag": "rank", "n": 1}]
 
 
@@ -61,11 +62,12 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     common = ["--model_name", str(tiny_model), "--dataset", f"{folder}/train.jsonl"]
     common += ["--validation", sets, "--precision", "fp32"]
     common += ["--score", f"{folder}/own.py:same_characters", "--score_tokens", str(TOKENS)]
-    common += "--score_batch_size 2 --lr 5e-3 --lr_scheduler constant --num_epochs 40".split()
-    common += "--eval_steps 20 --save_steps 20 --context_length 96 --max_train_step 40".split()
+    common += "--score_batch_size 2 --lr 5e-3 --lr_scheduler constant".split()
+    common += f"--num_epochs {STEPS} --save_steps {STEPS // 2} --save_every_epoch false".split()
+    common += ["--context_length", "96"]
     common += ["--best_by", "eval/chat/score", "--save_dtype", "float32"]
     one = [*common, "--batch_size_training", "8"]
-    half = ["--resume", f"{folder}/one/checkpoints/step-000020"]
+    half = ["--resume", f"{folder}/one/checkpoints/step-{STEPS // 2:06d}"]
     run_cases(
         folder,
         [
@@ -128,7 +130,7 @@ def evaluations(run: Path) -> dict[int, dict[str, float]]:
 
 
 def test_scores_of_named_sets_are_those_of_plain_transformers(folder: Path) -> None:
-    found = evaluations(folder / "one")[40]
+    found = evaluations(folder / "one")[STEPS]
     sums = []
     count = 0
     for name in ("chat", "code"):
@@ -146,7 +148,7 @@ def test_scores_of_named_sets_are_those_of_plain_transformers(folder: Path) -> N
 def test_the_loss_of_all_sets_weights_each_by_its_tokens(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "one" / "model")
     model = load_model(folder / "one" / "model")
-    found = evaluations(folder / "one")[40]
+    found = evaluations(folder / "one")[STEPS]
     sums = dict[str, float]()
     counts = dict[str, int]()
     for name in ("chat", "code"):
@@ -187,7 +189,7 @@ def test_scores_do_not_depend_on_ranks_and_are_those_of_evaluate(folder: Path, r
     runs = [evaluations(folder / name)[0] for name in ("one", "two/run")]
     for key in ("eval/score", "eval/chat/score", "eval/code/score"):
         assert runs[0][key] == runs[1][key]
-    expected = evaluations(folder / "one")[40]
+    expected = evaluations(folder / "one")[STEPS]
     evaluate(folder, ranks)
     [model] = json.loads((folder / f"on{ranks}.json").read_text())["models"]
     found = model["held_out"]
@@ -233,7 +235,7 @@ def test_several_answers_are_sampled_and_give_pass_at_k(
 def test_a_resumed_run_has_the_same_scores(folder: Path) -> None:
     whole = evaluations(folder / "one")
     again = evaluations(folder / "again")
-    assert again[40] == whole[40]
+    assert again[STEPS] == whole[STEPS]
 
 
 def test_the_best_checkpoint_has_the_best_score_and_the_report_its_answers(folder: Path) -> None:
@@ -242,9 +244,9 @@ def test_the_best_checkpoint_has_the_best_score_and_the_report_its_answers(folde
     later = {step: score for step, score in scores.items() if step}  # before step 1: no checkpoint
     assert best["eval/chat/score"] == max(later.values()) == later[best["step"]]
     page = (folder / "one" / "report.html").read_text()
-    assert "Scored answers" in page and "step 40, chat" in page and "step 0, code" in page
+    assert "Scored answers" in page and f"step {STEPS}, chat" in page and "step 0, code" in page
     facts = json.loads((folder / "one" / "facts.json").read_text())["scored"]
-    questions = {one["question"] for one in facts if one["when"] == "step 40, chat"}
+    questions = {one["question"] for one in facts if one["when"] == f"step {STEPS}, chat"}
     assert len(questions) == 4 and any(QUESTIONS[0] in question for question in questions)
 
 

@@ -45,8 +45,8 @@ ONE_RANK = {
     # nothing but the file is needed
     "stored": RUNS["padded"].replace("--teacher_model @teacher", ""),
     "top": f"{TOP} --teacher_model @teacher",
+    "column": f"{TOP} --dataset @column.jsonl",
 }
-COLUMN = f"{TOP} --dataset @column.jsonl"
 QUANTIZED = {
     bits: f"--distill_top_k 8 --teacher_model @wide --teacher_quantization {bits}"
     for bits in ("8bit", "4bit")
@@ -131,11 +131,6 @@ def flags(folder: Path, name: str, more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Finished:
     return run_cases(folder, [flags(folder, name, more) for name, more in ONE_RANK.items()])
-
-
-@pytest.fixture(scope="module")
-def column(folder: Path) -> Finished:
-    return run_cases(folder, [flags(folder, "column", COLUMN)])
 
 
 @pytest.fixture(scope="module")
@@ -254,27 +249,27 @@ def test_a_stored_file_gives_the_same_run(one_rank: Finished, folder: Path) -> N
     assert not (folder / "stored" / "teacher.safetensors").exists()
 
 
-def test_the_column_of_vllm_gives_the_run_of_the_teacher(
-    one_rank: Finished, column: Finished, folder: Path
-) -> None:
+def test_the_column_of_vllm_gives_the_run_of_the_teacher(one_rank: Finished, folder: Path) -> None:
     assert losses(folder / "column") == pytest.approx(losses(folder / "top"), rel=1e-5)
 
 
 def test_a_run_resumes_bit_for_bit_without_its_teacher(one_rank: Finished, folder: Path) -> None:
-    check_resumed(folder, "top", ONE_RANK["top"])
+    check_resumed(folder, "top")
 
 
 @pytest.mark.slow
-def test_a_run_with_the_column_of_vllm_resumes_bit_for_bit(column: Finished, folder: Path) -> None:
-    check_resumed(folder, "column", COLUMN)
+def test_a_run_with_the_column_of_vllm_resumes_bit_for_bit(
+    one_rank: Finished, folder: Path
+) -> None:
+    check_resumed(folder, "column")
 
 
-def check_resumed(folder: Path, name: str, settings: str) -> None:
+def check_resumed(folder: Path, name: str) -> None:
     """Resume a run after its second step, while its teacher is not there."""
     moved = (folder / "teacher").rename(folder / "absent")
     try:
         step_2 = f"--resume {folder}/{name}/checkpoints/step-000002"
-        run_cases(folder, [flags(folder, f"{name}-resumed", f"{settings} {step_2}")])
+        run_cases(folder, [flags(folder, f"{name}-resumed", f"{ONE_RANK[name]} {step_2}")])
     finally:
         moved.rename(folder / "teacher")
     assert facts(folder / f"{name}-resumed") == facts(folder / name)
