@@ -13,7 +13,7 @@ from llama_ft.config import DataConfig
 from llama_ft.config.data_names import kind_of_data
 from llama_ft.data import DataRequest, TokenizedData, prepare, two_examples, unpaired_examples
 from llama_ft.errors import UserError
-from llama_ft.extensions.rollouts.rounds import Round
+from llama_ft.extensions.rollouts.rounds import Round, write_unscored
 
 ROUNDS: tuple[Totals, ...] = (
     [[0.5, 1.0, 0.0, 1.0], [None, 2.0, None, None], [1.0, 1.0, None, 1.0], [None, -1.0, -3.0, 0.0]],
@@ -81,6 +81,24 @@ def test_all_answers_need_no_rewards(
     places += [(1, 0, answer) for answer in range(4)]
     found = prepared(tiny_model, folder, tmp_path, rollouts="all")
     assert rows(found) == [expected_row(made, place) for place in places]
+
+
+def test_a_single_round_is_a_dataset(
+    rounds: tuple[Path, list[Round]], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder, made = rounds
+    found = prepared(tiny_model, folder / "rollouts/000002", tmp_path)
+    assert rows(found) == [expected_row(made, BEST[-1])]
+
+
+def test_answers_that_are_not_scored_are_not_read_as_texts(
+    rounds: tuple[Path, list[Round]], tiny_model: Path, tmp_path: Path
+) -> None:
+    _, made = rounds
+    write_unscored(tmp_path / "kept", made[0])
+    for name in ("kept", "kept/rollouts"):
+        with pytest.raises(UserError, match="has no complete round of rollouts"):
+            prepared(tiny_model, tmp_path / name, tmp_path / "cache")
 
 
 def test_pairs_are_the_best_and_the_worst_answer(

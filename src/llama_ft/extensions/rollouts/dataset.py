@@ -11,6 +11,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -61,7 +62,7 @@ def open_rounds(name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBas
     """Return the samples of a directory of rounds.
 
     Args:
-        name: the directory, see `list_rounds`.
+        name: the directory of rounds, see `list_rounds`, or of a single one.
         config: selects the samples.
         tokenizer: of the model to be trained.
 
@@ -69,7 +70,7 @@ def open_rounds(name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBas
         UserError: a round is corrupted, the token ids are of another tokenizer, or nothing is left to
             train on.
     """
-    folders = list_rounds(expanded(name))
+    folders = _folders(name)
     if not folders:
         raise UserError(f"{name}: has no complete round of rollouts. llama-ft rollout makes them.")
     dataset_format = config.dataset_format
@@ -88,6 +89,12 @@ def open_rounds(name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBas
                     yield f"{folder} {place}", sample
 
     return Source(name, identity, read)
+
+
+def _folders(name: str) -> list[Path]:
+    """Return the directories of the complete rounds."""
+    path = expanded(name)
+    return [path] if (path / FACTS).is_file() else list_rounds(path)
 
 
 def samples_of_round(one: Round, selection: Selection) -> Iterator[tuple[str, Sample | str]]:
@@ -151,7 +158,7 @@ def _description(name: str, sums: str, selection: Selection) -> str:
     nothing, or if all labels are the same."""
     counts = Counter[str]()
     totals = list[float]()
-    folders = list_rounds(expanded(name))
+    folders = _folders(name)
     for folder in folders:
         one = read_round(folder)
         totals += [
