@@ -120,7 +120,10 @@ class Answerer:
         """Return the token ids of a prompt with `tools`, of one with media as a `MediaPrompt`.
         Raises UserError if the chat template rejects it, a file cannot be read, or a token is
         outside the model's vocabulary."""
-        ids = self._encode(prompt, tools)
+        try:
+            ids = self._encode(prompt, tools)
+        except BadSample as error:
+            raise UserError(str(error)) from error
         check_ids(max(ids, default=0), "the prompt", self.tokenizer, self.vocabulary)
         return ids
 
@@ -136,11 +139,8 @@ class Answerer:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": system}, *messages]
-        try:
-            # Training renders every sample with one fixed date. An answer uses today's date.
-            return chat_prompt(self.tokenizer, messages, tools, self._media, is_today=True)
-        except BadSample as error:
-            raise UserError(str(error)) from error
+        # Training renders every sample with one fixed date. An answer uses today's date.
+        return chat_prompt(self.tokenizer, messages, tools, self._media, is_today=True)
 
     def longest_answer(self, prompt_tokens: int) -> int:
         """Return the maximum number of tokens in the answer to a prompt of this length. Raises

@@ -167,7 +167,9 @@ def prompt_of(sample: Sample) -> Messages | str:
     """Return the prompt of a sample in a training format. Its last response may be missing."""
     check_numbers(sample, ("tools", "prompt", "messages", "conversations"))
     tools_of(sample)
-    if isinstance(sample.get("prompt"), str) and sample["prompt"].strip():
+    if isinstance(sample.get("prompt"), str):
+        if not sample["prompt"].strip():
+            raise BadSample('"prompt" is empty; expected a text or a list of messages.')
         return str(prompt_completion({**sample, "completion": "."})[0])
     if "instruction" in sample:
         return alpaca_messages({**sample, "output": "."})[:-1]
@@ -183,6 +185,8 @@ def prompt_of(sample: Sample) -> Messages | str:
     if isinstance(chat, list) and chat and isinstance(chat[-1], dict):
         last = chat[-1]
         named = last.get("from", last.get("role"))  # ShareGPT's name of the field, or the usual one
+        if ROLES.get(str(named)) == "system":
+            raise BadSample(f'"{column}" ends with a system message; expected one of the user.')
         if ROLES.get(str(named)) != "assistant":
             chat = [*chat, {"role": "assistant", "content": "."}]
     return chat_messages({**sample, column: chat}, column)[:-1]

@@ -73,14 +73,22 @@ def test_a_model_that_was_trained_on_texts_gets_the_text(
 def test_bad_samples_are_named_or_skipped(tmp_path: Path, tokens: PromptTokens) -> None:
     long = {"prompt": "How many? " * 200}
     picture = {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}
+    system = {"messages": [{"role": "system", "content": "Be brief."}]}
+    half = {"prompt": "How \ud800 many?"}
     rows = [{"prompt": "How many?"}, long, {"other": 1}, picture, {"prompt": "Why?"}]
+    rows += [{"prompt": " "}, system, half]
     with pytest.raises(UserError) as error:
         read(tmp_path, tokens, rows)
     text = str(error.value)
     assert "rows.jsonl:2: the prompt has " in text
     assert 'rows.jsonl:3: expected a column "prompt"' in text
     assert "rows.jsonl:4: it has media; rollouts are of text only." in text
-    assert "--dataset: 3 bad samples. --skip_bad_rows skips such samples." in text
+    assert 'rows.jsonl:6: "prompt" is empty; expected a text or a list of messages.' in text
+    assert 'rows.jsonl:7: "messages" ends with a system message; expected one of the user.' in text
+    assert "rows.jsonl:8: \\ud800 is half of a character" in text
+    assert "--dataset: 6 bad samples. --skip_bad_rows skips such samples." in text
+    with pytest.raises(UserError, match="half of a character"):
+        read(tmp_path, tokens._replace(form="text"), [half])
     prompts = read(tmp_path, tokens, rows, skip_bad_rows=True).prompts
     assert [prompt.index for prompt in prompts] == [0, 4]
     with pytest.raises(UserError, match="holds no prompts"):

@@ -32,6 +32,7 @@ from llama_ft.data.read.formats import (
 )
 from llama_ft.data.read.media import ALL_MEDIA, KIND, has_media, have_media
 from llama_ft.data.tokenize.notes import notes_of
+from llama_ft.data.tokenize.prompt_tokens import check_unicode
 from llama_ft.errors import UserError
 
 SPACE = "\u2581"  # as SentencePiece writes it
@@ -367,13 +368,7 @@ class Encoder:
             raise BadSample(
                 f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}."
             )
-        try:
-            text.encode("utf-8")
-        # JSON allows half a surrogate pair, but tokenizers reject it
-        except UnicodeEncodeError as error:
-            raise BadSample(
-                f"\\u{ord(text[error.start]):04x} is half of a character (a lone surrogate); expected Unicode text."
-            ) from None
+        check_unicode(text)
 
 
 # Sample, its format, encoder -> the examples that the objective needs. Their number is the same for

@@ -37,6 +37,10 @@ REWARD = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)(=(?P<weight>[^=]*))?")
 MOST_PROCESSES = 8
 LARGEST_REPLY = 2**24  # bytes; a longer one is not from reward_worker.py
 IMPORT_SECONDS = 120.0  # for the user's files, which may import large libraries
+NO_MEMORY = (
+    "MemoryError",
+    "failed to map segment",
+)  # in errors of imports; the 2nd one is of ld.so
 SECONDS_TO_END = 5.0  # after a process has closed its socket
 SECONDS_BETWEEN_LOOKS = 0.2  # for processes that have ended, whose forks keep the socket open
 # One thread per process: they share the cores, and each thread's stack is address space.
@@ -344,6 +348,8 @@ class RewardPool:
         for worker in started:
             if problem := worker.imported():
                 self.close()
+                if any(text in problem for text in NO_MEMORY):
+                    problem += f"\n--reward_memory {self._flags.reward_memory} may be too small."
                 raise UserError(f"--reward: {problem}")
 
     def _free_worker(self) -> _Worker | None:
