@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,29 @@ def test_what_llama_cpp_would_split_otherwise_is_refused(tmp_path: Path) -> None
     sentencepiece("gemma").save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "tokenizer.json").read_text())
     settings["model"]["merges"].pop()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="splits text"):
+        write_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda settings: settings.update(normalizer={"type": "Lowercase"}),
+        lambda settings: settings["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
+        lambda settings: settings["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True),
+        lambda settings: settings["pre_tokenizer"]["pretokenizers"][1].update(
+            add_prefix_space=True
+        ),
+    ],
+)
+def test_a_known_regular_expression_alone_is_not_enough(
+    change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(settings)
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="splits text"):
         write_model(tmp_path)

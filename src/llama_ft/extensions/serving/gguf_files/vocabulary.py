@@ -1,7 +1,6 @@
 """The tokenizer in a GGUF file: byte-level BPE, of which llama.cpp must know how it splits text into
 words, or SentencePiece's BPE, which has spaces as ▁ and bytes for unknown characters."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -152,11 +151,17 @@ def _split(settings: dict[str, Any]) -> str | None:
     first = settings.get("pre_tokenizer") or {}
     parts = first.get("pretokenizers") or [first]
     kinds = [part.get("type") for part in parts]
-    if kinds == ["ByteLevel"] and parts[0].get("use_regex"):
+    normalizer = (settings.get("normalizer") or {}).get("type")
+    # llama.cpp normalizes nothing; texts in NFC, as nearly all are, stay as they are
+    if parts[-1].get("add_prefix_space") or normalizer not in (None, "NFC"):
+        return None
+    has_regex = bool(parts[-1].get("use_regex"))
+    if kinds == ["ByteLevel"] and has_regex:
         return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits"):
+    if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits") and has_regex:
         return "smollm"
-    if kinds == ["Split", "ByteLevel"]:
-        pattern = json.loads(json.dumps(parts[0].get("pattern", {}))).get("Regex", "")
-        return SPLITS.get(pattern)
+    if kinds == ["Split", "ByteLevel"] and not has_regex:
+        is_kept = parts[0].get("behavior") == "Isolated" and not parts[0].get("invert")
+        pattern = (parts[0].get("pattern") or {}).get("Regex")
+        return SPLITS.get(pattern) if is_kept else None
     return None
