@@ -141,8 +141,10 @@ def _tiled(
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     needs_gradients = any(value.requires_grad for value in (*inputs, *trained))
     if torch.is_grad_enabled() and needs_gradients:
-        store = _InputStore.apply(torch.empty(0, requires_grad=True), *inputs).grad_fn
-        result = _InPieces.apply(pieces, store, len(inputs), *inputs, *trained)
+        store = _InputStore.apply(torch.empty(0, requires_grad=True), *inputs)
+        # Not its grad_fn: torch 2.11 frees what a node has saved with the node's last tensor. In a
+        # list, because it is no input.
+        result = _InPieces.apply(pieces, [store], len(inputs), *inputs, *trained)
     else:
         result = pieces.compute_all(inputs)
     return result.reshape(*shape, *result.shape[len(shape) :])
@@ -209,7 +211,7 @@ class _InPieces(torch.autograd.Function):
     # has them: autograd gives gradients to arguments.
     @staticmethod
     def forward(
-        ctx: Any, pieces: _Pieces, store: Any, count: int, *others: torch.Tensor
+        ctx: Any, pieces: _Pieces, store: list[Any], count: int, *others: torch.Tensor
     ) -> torch.Tensor:
         inputs = others[:count]
         ctx.pieces = pieces
@@ -224,7 +226,7 @@ class _InPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _, *inputs = ctx.store.saved_tensors
+        _, *inputs = ctx.store[0].grad_fn.saved_tensors
         ctx.store = None  # the graph outlives this
         needs = ctx.needs_input_grad[3 : 3 + len(inputs)]
         by_input = [
