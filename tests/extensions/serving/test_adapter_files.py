@@ -9,7 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from llama_ft.errors import UserError
-from llama_ft.extensions.serving.adapter_files import SavedAdapter, read_adapter
+from llama_ft.extensions.serving.adapter_files import (
+    BaseFiles,
+    SavedAdapter,
+    find_misfit,
+    read_adapter,
+)
 
 SETTINGS = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 TENSORS = {
@@ -94,3 +99,37 @@ def test_tensors_that_do_not_fit_are_user_errors(
     with pytest.raises(UserError, match="RUN: the adapter cannot be read") as caught:
         read_adapter(tmp_path, "RUN")
     assert expected in str(caught.value)
+
+
+def adapter_of(module: str, inner: int = 16, outer: int = 32) -> SavedAdapter:
+    shapes = {
+        f"base_model.model.{module}.lora_A.weight": (4, inner),
+        f"base_model.model.{module}.lora_B.weight": (outer, 4),
+    }
+    return SavedAdapter(SETTINGS, shapes)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        (adapter_of("model.layers.1.mlp.up_proj"), ""),
+        (adapter_of("model.text.layers.1.mlp.up_proj"), ""),
+        (adapter_of("model.layers.1.mlp.up_proj", 32, 16), ""),  # as GPT-2 stores it
+        (adapter_of("model.layers.1.mlp.other"), ""),  # whether a server has it, its rules say
+        (
+            adapter_of("model.layers.1.mlp.up_proj", 17),
+            "32 x 17 weights in the adapter, and 32 x 16",
+        ),
+        (adapter_of("model.layers.2.mlp.up_proj"), "the base model has no layer 2"),
+    ],
+)
+def test_an_adapter_fits_a_base_model_with_its_layers_and_widths(
+    adapter: SavedAdapter, expected: str
+) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.layers.1.mlp.up_proj.weight": (32, 16),
+        "vision.layers.1.mlp.up_proj.weight": (32, 17),
+    }
+    base = BaseFiles("base", {}, frozenset(shapes), shapes=shapes)
+    found = find_misfit(adapter, base)
+    assert expected in found and bool(found) == bool(expected)

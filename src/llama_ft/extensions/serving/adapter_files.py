@@ -220,10 +220,14 @@ def numbered_end(module: str) -> str:
 
 
 def find_misfit(adapter: SavedAdapter, base: BaseFiles) -> str:
-    """Return a sentence about a layer of an adapter that has another size in the base model; "" if
-    there is none."""
+    """Return a sentence about a layer of an adapter that the base model has not, or in another size;
+    "" if there is none."""
     matrices = base.matrices()
+    numbers = {part for name in base.names for part in name.split(".") if part.isdigit()}
     for module in adapter.modules:
+        number = numbered_end(module).partition(".")[0]
+        if number.isdigit() and numbers and number not in numbers:
+            return f"{module} is in the adapter, and the base model has no layer {number}"
         inner = adapter.shape(module, "A")
         outer = adapter.shape(module, "B")
         stored = matrices.get(numbered_end(module))
