@@ -143,7 +143,7 @@ def _tiled(
     if torch.is_grad_enabled() and needs_gradients:
         store = _InputStore.apply(torch.empty(0, requires_grad=True), *inputs)
         # Not its grad_fn: torch 2.11 frees what a node has saved with the node's last tensor. In a
-        # list, because it is no input.
+        # list, so that autograd does not take it for an input.
         result = _InPieces.apply(pieces, [store], len(inputs), *inputs, *trained)
     else:
         result = pieces.compute_all(inputs)

@@ -162,6 +162,6 @@ def _split(settings: dict[str, Any]) -> str | None:
         return "smollm"
     if kinds == ["Split", "ByteLevel"] and not has_regex:
         is_kept = parts[0].get("behavior") == "Isolated" and not parts[0].get("invert")
-        pattern = (parts[0].get("pattern") or {}).get("Regex")
+        pattern = str((parts[0].get("pattern") or {}).get("Regex"))
         return SPLITS.get(pattern) if is_kept else None
     return None
