@@ -2,7 +2,6 @@
 tokens; and messages about invalid samples. To add a format, see
 docs/development/add-a-format.md."""
 
-import json
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import compress
@@ -21,7 +20,10 @@ from llama_ft.data.read.values import (
     Sample,
     check_numbers,
     expect,
+    is_blank,
+    list_of_objects,
     loss_weight,
+    parsed_if_text,
     refuse_not_finite,
     response_text,
 )
@@ -135,7 +137,7 @@ def alpaca_messages(sample: Sample, *, input_heading: str = "") -> list[Message]
     """
     instruction = _text(sample, "instruction")
     output = _text(sample, "output")
-    if not _is_blank(sample.get("input")):
+    if not is_blank(sample.get("input")):
         instruction += f"\n\n{input_heading}{_text(sample, 'input')}"
     messages: list[PlacedMessage] = []
     for number, (prompt, response) in enumerate(_history(sample)):
@@ -148,7 +150,7 @@ def alpaca_messages(sample: Sample, *, input_heading: str = "") -> list[Message]
 
 def _history(sample: Sample) -> list[list[Any]]:
     """Return the earlier pairs of prompt and response of an alpaca sample."""
-    history = _parsed_if_text(sample, "history") or []
+    history = parsed_if_text(sample, "history") or []
     is_list = isinstance(history, list)
     are_pairs = is_list and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
     expect(are_pairs, "history", history, "a list of pairs of prompt and response")
@@ -188,7 +190,7 @@ def prompt_completion(sample: Sample, completion: str = "completion") -> Content
         expect(token_ids, completion, token_ids, "at least one token")
         return TokenizedSample(prompt_ids + token_ids, [-100] * len(prompt_ids) + token_ids)
     if not isinstance(sample.get("prompt"), list):
-        system = "" if _is_blank(sample.get("system")) else _text(sample, "system") + "\n\n"
+        system = "" if is_blank(sample.get("system")) else _text(sample, "system") + "\n\n"
         return system + _text(sample, "prompt"), _text(sample, completion)
     prompt = _with_system(sample, _messages(sample, "prompt"))
     messages = _checked_chat([*prompt, *_messages(sample, completion)])
@@ -270,7 +272,7 @@ def _pair(sample: Sample) -> tuple[Any, Any, Any]:
     chosen = sample.get("chosen")
     rejected = sample.get("rejected")
     # If both are missing, the checks of the columns say so.
-    differ = chosen != rejected or _is_blank(chosen)
+    differ = chosen != rejected or is_blank(chosen)
     expect(differ, "rejected", rejected, "another response than the chosen one")
     if _are_tokens(sample.get("prompt")):
         return sample["prompt"], chosen, rejected
@@ -364,7 +366,7 @@ def tokenized_sample(sample: Sample) -> TokenizedSample:
 def tools_of(sample: Sample) -> list[dict[str, Any]] | None:
     """Return the tools a chat may call, from the column `tools`: a list of objects, or its JSON
     text."""
-    tools = _objects(_parsed_if_text(sample, "tools") or [], "tools")
+    tools = list_of_objects(parsed_if_text(sample, "tools") or [], "tools")
     return list(map(tool_in_openai_form, tools)) or None
 
 
@@ -402,7 +404,7 @@ def _messages(sample: Sample, column: str) -> list[PlacedMessage]:
     """Return the messages of a column, each with its place."""
     messages: Any = sample.get(column, MISSING)
     if isinstance(messages, str) and messages.lstrip().startswith("["):
-        messages = _parsed_if_text(sample, column)
+        messages = parsed_if_text(sample, column)
     expect(isinstance(messages, list) and messages, column, messages, "a list of messages")
     chat = [(f"{column}[{index}]", message) for index, message in enumerate(messages)]
     return in_openai_form(chat)
@@ -412,7 +414,7 @@ def _with_system(sample: Sample, messages: list[PlacedMessage]) -> list[PlacedMe
     """Put the column `system` before the messages of a chat that has no system message of its
     own."""
     system = sample.get("system")
-    if _is_blank(system):
+    if is_blank(system):
         return messages
     _, first = messages[0]
     if isinstance(first, dict) and first.get("role") in ("system", "developer"):
@@ -462,7 +464,7 @@ def _checked_message(message: Any, place: str, previous_role: str | None) -> Mes
         if key not in keys and value is not None:
             others[key] = value
     if calls:
-        objects = _objects(calls, f"{place}.tool_calls")
+        objects = list_of_objects(calls, f"{place}.tool_calls")
         others["tool_calls"] = [
             _call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(objects)
         ]
@@ -492,9 +494,9 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     if "arguments" not in call:
         _check_name(call, place)
         return call
-    arguments = _parsed_if_text(call, "arguments", f"{place}.")
+    arguments = parsed_if_text(call, "arguments", f"{place}.")
     if isinstance(arguments, str):  # some servers and scripts encode them twice
-        arguments = _parsed_if_text({"arguments": arguments}, "arguments", f"{place}.")
+        arguments = parsed_if_text({"arguments": arguments}, "arguments", f"{place}.")
     arguments = {} if arguments is None else arguments
     expect(isinstance(arguments, dict), f"{place}.arguments", call["arguments"], "an object")
     _check_name(call, place)
@@ -506,34 +508,11 @@ def _check_name(call: dict[str, Any], place: str) -> None:
     expect(isinstance(name, str) and name, f"{place}.name", name, "the name of a function")
 
 
-def _parsed_if_text(sample: Sample, column: str, place: str = "") -> Any:
-    """Return a column as it is, or the value of its JSON text: a .csv has nothing but text."""
-    value = sample.get(column)
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = json.loads(value.strip() or "null")
-    except (ValueError, RecursionError):
-        expect(False, place + column, value, "JSON")
-    refuse_not_finite(parsed, place + column)
-    return parsed
-
-
 def _role(message: Any) -> str | None:
     if not isinstance(message, dict):
         return None
     name = message.get("role", message.get("from"))
     return ROLES.get(str(name))
-
-
-def _is_blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
-
-
-def _objects(values: Any, place: str) -> list[dict[str, Any]]:
-    is_valid = isinstance(values, list) and all(isinstance(value, dict) for value in values)
-    expect(is_valid, place, values, "a list of objects")
-    return list(values)
 
 
 def _integers(sample: Sample, column: str) -> list[int]:

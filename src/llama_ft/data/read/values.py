@@ -144,3 +144,28 @@ def loss_weight(message: Mapping[str, Any], place: str) -> int | None:
             f'"{place}" has {shown}, which contradict each other; expected one of them.'
         )
     return int(weights.pop()) if weights else None
+
+
+def parsed_if_text(sample: Sample, column: str, place: str = "") -> Any:
+    """Return a column as it is, or the value of its JSON text: a .csv has nothing but text."""
+    value = sample.get(column)
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value.strip() or "null")
+    except (ValueError, RecursionError):
+        expect(False, place + column, value, "JSON")
+    refuse_not_finite(parsed, place + column)
+    return parsed
+
+
+def is_blank(value: Any) -> bool:
+    """Return whether a value is missing or text without characters."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def list_of_objects(values: Any, place: str) -> list[dict[str, Any]]:
+    """Return a list of objects. Raises BadSample: it is something else."""
+    is_valid = isinstance(values, list) and all(isinstance(value, dict) for value in values)
+    expect(is_valid, place, values, "a list of objects")
+    return list(values)
