@@ -108,36 +108,63 @@ def find_fits(
             in full.
         report: called with a text about every change that is planned.
     """
-    changes = list[Change]()
-    last = planned
-    fits = list[Fit]()
-    cheap, others = ladder(request, room)
-    for change in [*cheap, *others] if not has_room(planned, room) else []:
-        settings, _ = change
-        if any(gives_up_more(settings, fit.change) for fit in fits):
-            continue
-        config, ranks, flags = apply_changes(request, [*changes, change])
-        if config is None or not flags:  # the run would reject these settings
-            continue
+
+    def plan_with(changes: list[Change]) -> Fit | None:
+        """Plan the run with changes, the last of which is the one that counts. None: it would reject
+        them."""
+        config, ranks, flags = apply_changes(request, changes)
+        if config is None or not flags:
+            return None
         candidate = dataclasses.replace(request, config=config, world_size=ranks)
         try:
             plan = predict(candidate, recipe, quick=True)
             if has_room(plan, room) and not quick:
                 plan = predict(candidate, recipe)
         except UserError:
-            continue
+            return None
         report(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
-        if has_room(plan, room):
-            gives_up = "; ".join(reason for _, reason in [*changes, change])
-            fits = [fit for fit in fits if not gives_up_more(fit.change, settings)]
-            fits.append(Fit(config, flags, gives_up, plan, settings))
+        last, _ = changes[-1]
+        return Fit(config, flags, "; ".join(reason for _, reason in changes), plan, last)
+
+    changes = list[Change]()
+    least = planned.device_bytes
+    fits = list[Fit]()
+    cheap, others = ladder(request, room)
+    for change in [*cheap, *others] if not has_room(planned, room) else []:
+        settings, _ = change
+        if any(gives_up_more(settings, fit.change) for fit in fits):
+            continue
+        fit = plan_with([*changes, change])
+        if fit is None:
+            continue
+        if has_room(fit.plan, room):
+            if change in others:
+                fit = _without_needless(fit, changes, change, room, plan_with)
+            fits = [other for other in fits if not gives_up_more(other.change, settings)]
+            fits.append(fit)
             if change in cheap or len(fits) == MAX_PROPOSALS:
                 break
         # Gradients of more micro-batches may take the memory that smaller ones save.
-        elif change in cheap and plan.device_bytes < last.device_bytes:
+        elif change in cheap and fit.plan.device_bytes < least:
             changes = [*changes, change]
-            last = plan
+            least = fit.plan.device_bytes
     return fits
+
+
+def _without_needless(
+    fit: Fit,
+    before: list[Change],
+    change: Change,
+    room: float,
+    plan_with: Callable[[list[Change]], Fit | None],
+) -> Fit:
+    """Leave out what stands before a change and is not needed beside it, the most expensive first."""
+    for number in reversed(range(len(before))):
+        smaller = plan_with([*before[:number], change])
+        if smaller is None or not has_room(smaller.plan, room):
+            break
+        fit = smaller
+    return fit
 
 
 def gives_up_more(change: dict[str, Any], other: dict[str, Any]) -> bool:
