@@ -158,7 +158,7 @@ def _without_needless(
     room: float,
     plan_with: Callable[[list[Change]], Fit | None],
 ) -> Fit:
-    """Leave out what stands before a change and is not needed beside it, the most expensive first."""
+    """Leave out what stands before a change and is not needed with it, the most expensive first."""
     for number in reversed(range(len(before))):
         smaller = plan_with([*before[:number], change])
         if smaller is None or not has_room(smaller.plan, room):
