@@ -1,7 +1,7 @@
 """Write docs/img/report.png, the first rows of the report of a recorded quickstart.
 
-    python docs/report_picture.py            # needs Chromium
-    python docs/report_picture.py RUN        # record this run of the quickstart first
+    python docs/report_picture.py                                # needs Chromium
+    python docs/report_picture.py quickstart=RUN                 # record this run first
 
 The bytes of a PNG depend on the browser's version and the fonts. So tests compare the digest of the
 HTML that is on the picture instead.
@@ -13,6 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import yaml
 from browser import Browser, find_browser
 
 from llama_ft.extensions.report.page import report_page
@@ -23,31 +24,39 @@ RECORDED = DOCS / "recorded" / "quickstart"
 PICTURE = DOCS / "img" / "report.png"
 DIGEST = RECORDED / "picture.sha256"
 WIDTH = 1180
-HEIGHT = 430
-FACTS = ("total_steps", "samples", "memory")  # without host, paths and versions
+HEIGHT = 664
+FACTS = ("total_steps", "samples", "memory", "evaluated")  # without host, paths and versions
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def record(run: Path) -> None:
-    """Copy what the picture shows of a run, and the config of the quickstart. Speeds are left out:
-    they belong to the benchmarks page, which names the hardware."""
-    RECORDED.mkdir(parents=True, exist_ok=True)
+def record(run: Path, folder: Path) -> None:
+    """Copy what pages show of a run. Speeds and times are left out: they belong to the benchmarks page,
+    which names the hardware."""
+    folder.mkdir(parents=True, exist_ok=True)
     lines = list[str]()
     for line in (run / "metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
         kept = {key: metrics[key] for key in metrics if not key.startswith("perf/")}
         lines.append(json.dumps(kept) + "\n")
-    (RECORDED / "metrics.jsonl").write_text("".join(lines))
-    shutil.copyfile(run / "status.json", RECORDED / "status.json")
-    shutil.copyfile(DOCS.parent / "configs" / "quickstart.yaml", RECORDED / "config.yaml")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    shutil.copyfile(run / "status.json", folder / "status.json")
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["model"]["model_name"] = MODEL  # not its directory on this machine
+    settings.get("checkpoint", {}).pop("output_dir", None)
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     facts = json.loads((run / "facts.json").read_text())
     pictured = {name: facts[name] for name in FACTS}
-    (RECORDED / "facts.json").write_text(json.dumps(pictured, indent=1) + "\n")
+    sets = ("train", "validation")
+    counts = ("samples", "tokens", "target_tokens")
+    data = {one: {count: facts["data"][one][count] for count in counts} for one in sets}
+    (folder / "facts.json").write_text(json.dumps(pictured | {"data": data}, indent=1) + "\n")
 
 
 def digest(page: str) -> str:
     """Return the SHA-256 of the part of a report that is on the picture: its style, its head, and
-    the section before the answers."""
-    shown = page.partition("<style>")[2].partition("<h2>Answers</h2>")[0]
+    the sections up to the answers."""
+    head, _, answers = page.partition("<style>")[2].partition("<h2>Answers</h2>")
+    shown = head + answers.partition("<h2>")[0]
     return hashlib.sha256(shown.encode()).hexdigest()
 
 
@@ -55,8 +64,9 @@ def main() -> None:
     program = find_browser()
     if program is None:
         sys.exit("error: neither Chromium nor Chrome is installed.")
-    for run in sys.argv[1:]:
-        record(Path(run))
+    for recording in sys.argv[1:]:
+        name, _, run = recording.partition("=")
+        record(Path(run), RECORDED.with_name(name))
     page = report_page(read_run(RECORDED))
     file = RECORDED / "report.html"
     file.write_text(page)

@@ -136,5 +136,8 @@ def test_the_losses_of_the_quickstart_on_pages_are_recorded() -> None:
         assert len(shown) >= 2
         for step, *values in shown:
             assert tuple(values) == recorded[int(step)]
-    for name in ("README.md", "docs/guides/tracking.md"):
-        assert f"in 20 steps the validation loss falls from {first} to {last}" in Page(name).text
+    facts = json.loads((REPOSITORY / "docs/recorded/quickstart/facts.json").read_text())
+    evaluated = f"{facts['evaluated']['losses']:,}"
+    in_loss = f"{facts['data']['validation']['target_tokens']:,}"
+    for name in ("README.md", "docs/getting-started/quickstart.md", "docs/results.md"):
+        assert re.search(rf"{evaluated} of (the )?{in_loss} validation tokens", Page(name).text)
