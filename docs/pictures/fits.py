@@ -17,10 +17,10 @@ CARDS = {"1 x 24 GB": GPUS["rtx4090"], "1 x 80 GB": GPUS["h100"], "8 x 80 GB": G
 FULL = "Full fine-tuning"  # of Llama 3.1 8B, in memory.svg
 # Card, label, and the config, or the name of a bar of memory.svg.
 BARS = (
-    ("1 x 24 GB", "Ministral 3 8B, LoRA", "ministral3_8b_lora_24gb"),
+    ("1 x 24 GB", "Qwen3.5 9B, QLoRA", "qwen3.5_9b_4bit_24gb"),
+    ("1 x 24 GB", "Gemma 4 E4B, LoRA", "gemma4_e4b_lora_24gb"),
     ("1 x 24 GB", "gpt-oss 20B, LoRA, as stored", "gpt_oss_20b_stored_24gb"),
     ("1 x 24 GB", "Devstral Small 2 24B, QLoRA", "devstral_small2_24b_4bit_24gb"),
-    ("1 x 24 GB", "Llama 8B, QLoRA, 16K tokens", "llama3.1_8b_4bit_24gb"),
     ("1 x 24 GB", "Llama 8B, full", FULL),
     ("1 x 80 GB", "Mistral Small 24B, LoRA", "mistral_small_24b_lora_80gb"),
     ("1 x 80 GB", "Llama 70B, QLoRA", "llama3.3_70b_4bit_80gb"),
@@ -29,7 +29,7 @@ BARS = (
     ("1 x 80 GB", "Llama 8B, full", FULL),
     ("8 x 80 GB", "Llama 70B, LoRA", "llama3.3_70b_lora_8x80gb"),
     ("8 x 80 GB", "Llama 8B, full", "llama3.1_8b_full_8x80gb"),
-    ("8 x 80 GB", "Qwen3 8B, full", "qwen3_8b_full_8x80gb"),
+    ("8 x 80 GB", "Qwen3.5 27B, full", "qwen3.5_27b_full_8x80gb"),
 )
 LEFT = 20
 GAP = 22
