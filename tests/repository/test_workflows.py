@@ -14,6 +14,8 @@ import yaml
 from conftest import REPOSITORY
 from pages import flag_errors, read_commands
 
+from llama_ft import __version__
+
 FOLDER = REPOSITORY / ".github" / "workflows"
 WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 NAMES = [file.stem for file in WORKFLOWS]
@@ -193,3 +195,14 @@ def test_a_released_image_has_the_version_of_its_tag(tmp_path: Path) -> None:
     (tmp_path / "calls").unlink()
     done = run_script(script, tmp_path, GITHUB_REF_NAME="v0.3.0", **variables)
     assert done.returncode != 0 and "push" not in (tmp_path / "calls").read_text()
+
+
+def test_the_changelog_has_this_version_with_five_highlights() -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text()
+    newest = text.partition(f"\n## [{__version__}] - ")[2].partition("\n## ")[0]
+    highlights = newest.partition("### Highlights\n\n")[2].partition("\n\n")[0]
+    dates = re.findall(r"^- (\d{4}-\d\d-\d\d): ", highlights, re.MULTILINE)
+    assert len(dates) == highlights.count("\n- ") + 1 == 5
+    themes = re.findall(r"^### (.*)$", newest, re.MULTILINE)[1:]
+    assert len(themes) >= 5 and not {"Added", "Changed", "Fixed"} & {*themes}
+    assert f"version: {__version__}\n" in (REPOSITORY / "CITATION.cff").read_text()
