@@ -1,7 +1,7 @@
-"""Write docs/img/report.png, the first rows of the report of a recorded quickstart.
+"""Write docs/img/report.png, the first rows of the report of the recorded run of the tutorial.
 
     python docs/report_picture.py                                # needs Chromium
-    python docs/report_picture.py quickstart=RUN                 # record this run first
+    python docs/report_picture.py tickets=RUN quickstart=RUN     # record these runs first
 
 The bytes of a PNG depend on the browser's version and the fonts. So tests compare the digest of the
 HTML that is on the picture instead.
@@ -20,11 +20,11 @@ from llama_ft.extensions.report.page import report_page
 from llama_ft.extensions.report.run import read_run
 
 DOCS = Path(__file__).resolve().parent
-RECORDED = DOCS / "recorded" / "quickstart"
+RECORDED = DOCS / "recorded" / "tickets"
 PICTURE = DOCS / "img" / "report.png"
 DIGEST = RECORDED / "picture.sha256"
 WIDTH = 1180
-HEIGHT = 664
+HEIGHT = 800
 FACTS = ("total_steps", "samples", "memory", "evaluated")  # without host, paths and versions
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
