@@ -218,7 +218,11 @@ def _read(kind: type[PretrainedConfig], settings: Settings) -> Settings:
 
 
 def _config(kind: type[PretrainedConfig], settings: Settings) -> PretrainedConfig:
-    return kind.from_dict(copy.deepcopy(settings))
+    """Return the config of `settings`. Transformers' own `from_dict` also makes a text of it for the
+    log, which takes as long as the config, and a run reads about forty of them."""
+    settings = copy.deepcopy(settings)
+    of_class = next(base for base in kind.__mro__ if "from_dict" in vars(base))
+    return kind(**settings) if of_class is PretrainedConfig else kind.from_dict(settings)
 
 
 def _float(settings: Settings) -> Any:
