@@ -1,7 +1,6 @@
 """What a run says of its speed, step by step."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -33,20 +32,33 @@ def watch(
     )
 
 
+class Clock:
+    """The time, which only a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
 def test_a_step_is_timed_from_the_end_of_the_one_before_without_evaluation(
-    model: LlamaForCausalLM, runtime: Ranks, tmp_path: Path
+    model: LlamaForCausalLM, runtime: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = Clock()
+    monkeypatch.setattr("llama_ft.observe.throughput.time", clock)
     with watch(model, tmp_path, runtime) as speed:
         for step in (1, 2, 3):
             speed.begin_step(step, LENGTHS, TARGETS, waited_seconds=0.02)
-            time.sleep(0.05 * (step == 1))
+            clock.seconds += 0.05 * step
             speed.end_step(step, TOKENS, speed.flops)
-            time.sleep(0.3)  # logging after step 1, an evaluation after step 2
+            clock.seconds += 0.3  # logging after step 1, an evaluation after step 2
             if step == 2:
                 speed.pause()
-        first, second, third = (speed.metrics(step) for step in (1, 2, 3))
-    assert 0.05 <= first["perf/step_seconds"] and 0.3 <= second["perf/step_seconds"]
-    assert third["perf/step_seconds"] < 0.3
+        metrics = [speed.metrics(step) for step in (1, 2, 3)]
+    seconds = [one["perf/step_seconds"] for one in metrics]
+    assert seconds == pytest.approx([0.05, 0.3 + 0.1, 0.15])
+    first = metrics[0]
     assert first["perf/data_wait_seconds"] == 0.02
     assert first["perf/tokens_per_second"] == pytest.approx(TOKENS / first["perf/step_seconds"])
     rate = sum(
