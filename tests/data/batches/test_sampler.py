@@ -9,9 +9,9 @@ import numpy
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from llama_ft.data import BatchLayout, Demo, collate, evaluation_batches, pad_token_id
+from llama_ft.data import BatchLayout, collate, evaluation_batches, pad_token_id
 from llama_ft.data.batches.sampler import BatchSampler, pack_samples
 
 LENGTHS = [(7 * sample) % 53 + 2 for sample in range(103)]
@@ -203,11 +203,10 @@ def test_packed_samples_are_concatenated_and_none_predicts_the_next(samples: Dat
 
 
 def test_pad_token_falls_back_to_the_end_of_turn_token(
-    demo: Demo,
     llama3: PreTrainedTokenizerFast,
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
+    tokenizer = make_tokenizer(["</s>", "<pad>"], None, eos_token="</s>", pad_token="<pad>")
     assert pad_token_id(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
     assert pad_token_id(llama3) == llama3.eos_token_id
     assert pad_token_id(llama3, 5) == pad_token_id(make_tokenizer([], None)) == 0

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from tokenizers.processors import ByteLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from llama_ft.data import Demo, Encoder, ensure_chat_template
+from llama_ft.data import Encoder, ensure_chat_template
+from llama_ft.data.demo import CHAT_TEMPLATE, SPECIAL_TOKENS
 from llama_ft.data.read.formats import BadSample
 from llama_ft.data.tokenize.encoder import IGNORED, Encoded, tokens_of_spans
 
@@ -61,8 +62,12 @@ def test_a_tokenizer_without_template_gets_the_built_in_one(plain: PreTrainedTok
     )
 
 
-def test_the_demo_template_has_the_assistant_mask_of_transformers(demo: Demo) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
+def test_the_demo_template_has_the_assistant_mask_of_transformers(
+    make_tokenizer: Callable[..., PreTrainedTokenizerFast],
+) -> None:
+    tokenizer = make_tokenizer(
+        SPECIAL_TOKENS, CHAT_TEMPLATE, bos_token="<|begin|>", eos_token="<|end|>"
+    )
     [encoded] = Encoder(tokenizer, 100).encode(CHAT, "messages")
     trained = [
         i for i, label in zip(encoded.input_ids, encoded.labels, strict=True) if label != -100
