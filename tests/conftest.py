@@ -5,6 +5,7 @@ A new process that imports torch costs 5 to 8 s of a core. So many cases share o
 `forked` begins where imports have ended; `run`, `torchrun` and `recipe` are for what depends on
 Python's start or torchrun's agent."""
 
+import atexit
 import gc
 import importlib.util
 import json
@@ -186,15 +187,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is there now, a million objects, out of every garbage collection, also of forks."""
+    """Leave what is there now, a million objects, out of every garbage collection, also of forks and
+    of pytest's five at its end. Triton's bindings would report all that the interpreter has not freed
+    at its own end, hundreds of lines."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """Let the interpreter free it at its end. Triton's bindings report all that is left, hundreds of
-    lines."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)
