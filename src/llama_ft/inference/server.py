@@ -20,6 +20,7 @@ from llama_ft.masking import mask_secrets
 KEY_VARIABLE = "OPENAI_API_KEY"
 LARGEST_ANSWER = 2**26  # bytes; log-probabilities of a few hundred tokens are some kilobytes
 CHUNK = 2**16
+MODELS_SHOWN = 20
 TEXT_SHOWN = 200  # characters of a server's own message
 SEE_LOG = "The server's own log has the reason."
 
@@ -181,7 +182,9 @@ def check_model(server: Server, model: str | None) -> str:
     names = list(served_models(server))
     if model is None and len(names) == 1:
         return names[0]
-    shown = ", ".join(names) or "none"
+    shown = ", ".join(names[:MODELS_SHOWN]) or "none"
+    if len(names) > MODELS_SHOWN:
+        shown += f", ... and {len(names) - MODELS_SHOWN} more"
     if model is None:
         raise UserError(
             f"--model NAME is needed: which model of {server.url} is asked. It has: {shown}."

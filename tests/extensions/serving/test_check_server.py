@@ -273,6 +273,7 @@ class Misbehaving(http.server.BaseHTTPRequestHandler):
             "truncated": (200, '{"data": [{"id"'),
             "list": (200, "[]"),
             "another model": (200, '{"data": [{"id": "other"}]}'),
+            "many models": (200, json.dumps({"data": [{"id": f"m{n}"} for n in range(1000)]})),
         }
         if self.behavior in simple:
             return simple[self.behavior]
@@ -284,9 +285,11 @@ class Misbehaving(http.server.BaseHTTPRequestHandler):
             return 400, '{"error": {"message": "Token id 300 is out of vocabulary"}}'
         if self.behavior == "odd numbers":
             return 200, '{"choices": [{"prompt_logprobs": [null, {"5": {"logprob": "NaN"}}]}]}'
-        if self.behavior == "huge numbers":
+        if self.behavior in ("huge numbers", "few numbers"):
             ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
             scores = [{str(token): {"logprob": 10**400}} for token in ids[1:]]
+            if self.behavior == "few numbers":
+                scores[0] = {str(ids[1]): {"logprob": -1.0}}
             return 200, json.dumps({"choices": [{"prompt_logprobs": [None, *scores]}]})
         return 200, '{"choices": [{"text": "Hello", "logprobs": null}]}'  # "no log-probabilities"
 
@@ -326,6 +329,9 @@ def misbehaving(behavior: str) -> Iterator[str]:
         ("no log-probabilities", "gives no log-probabilities for the tokens of a prompt"),
         ("odd numbers", "gives no log-probabilities for the tokens of a prompt"),
         ("huge numbers", "no log-probability of the server can be compared"),
+        ("few numbers", "values of the server are log-probabilities"),
+        ("many models", "no such model. It has: m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11,"),
+        ("many models", "m19, ... and 980 more."),
         (
             "500 later",
             "/v1/completions fails with HTTP 500 (worker died (Bearer ***)). The server's own log has",

@@ -361,3 +361,9 @@ def test_a_run_is_merged_into_one_file_for_ollama(tmp_path: Path) -> None:
     assert lines.startswith("FROM ./model.gguf\nTEMPLATE")
     assert 'PARAMETER stop "<|im_end|>"' in lines
     assert "ollama create out" in done.output
+
+
+def test_a_modelfile_of_a_directory_without_a_tokenizer_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="the stop tokens are those of the tokenizer"):
+        write_modelfile(tmp_path, ["FROM base"])

@@ -13,6 +13,7 @@ from model_server import log_probabilities
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from llama_ft.errors import UserError
 from llama_ft.extensions.serving.probes.probes import Probe, Probes, find_probes
 
 SETTINGS = "--context_length 64 --max_train_step 3 --lr 3e-2 --precision fp32 --seed 3"
@@ -119,3 +120,9 @@ def test_probes_are_read_as_they_were_written(tmp_path: Path, runs: Path) -> Non
     probes.save(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == json.loads(file.read_text())
     assert isinstance(probes.probes[0], Probe)
+
+
+def test_probes_that_are_nested_too_deep_are_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "probes.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"probes\.json: cannot be read"):
+        find_probes(str(tmp_path))

@@ -2,6 +2,7 @@
 print the command that serves it."""
 
 import json
+import re
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class HandOver:
         return f"llama-server -m {file} --jinja"
 
     def _ollama_line(self) -> str:
-        name = shlex.quote(self.out.name)
+        name = re.sub(r"[^\w.-]+", "-", self.out.name, flags=re.ASCII).strip("-.") or "tuned"
         file = shlex.quote(str(self.out / MODELFILE))
         return f"ollama create {name} -f {file} && ollama run {name}"
 

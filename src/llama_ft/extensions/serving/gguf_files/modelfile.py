@@ -131,9 +131,15 @@ def write_modelfile(folder: Path, lines: Sequence[str]) -> None:
         lines: FROM, and ADAPTER.
 
     Raises:
-        UserError: the chat template cannot be translated.
+        UserError: there is no tokenizer, or the chat template cannot be translated.
     """
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "--for ollama: the chat template and the stop tokens are those of the tokenizer, and its files "
+            "are missing or cannot be read. Export the run, or copy them to the adapter."
+        ) from error
     text = "\n".join(lines) + "\n"
     if tokenizer.chat_template:
         text += f'TEMPLATE """{_go_template(tokenizer)}"""\n'

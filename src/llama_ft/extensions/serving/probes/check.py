@@ -117,7 +117,14 @@ def compared(probes: Probes, answers: Sequence[ServerLogprobs]) -> ServerNumbers
         numbers.following.extend(_next_numbers(probe, answer))
     if not numbers.prompts and not numbers.following:
         raise UserError(
-            "--server: no log-probability of the server can be compared: its tokens are others."
+            "--server: no log-probability of the server can be compared: its tokens are others, or its values "
+            "are not log-probabilities."
+        )
+    count = sum(len(answer.scores) for answer in answers)
+    if 2 * len(numbers.prompts) < count:
+        raise UserError(
+            f"--server: only {len(numbers.prompts):,} of {count:,} values of the server are log-probabilities. "
+            "A server whose numbers overflow gives others."
         )
     return numbers
 

@@ -144,7 +144,7 @@ def find_probes(name: str) -> tuple[Path, Probes]:
         if file.is_file():
             try:
                 return file, Probes.load(file)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise UserError(f"{file}: cannot be read ({reason(error)}).") from error
     raise UserError(
         f"{name}: has no model/{PROBES_FILE}, with which a server is compared.\n"
