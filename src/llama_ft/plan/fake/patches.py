@@ -4,8 +4,9 @@ All patches hold only in a `with` block, in the process of the planner. Private 
 be missing in a newer version: then training continues without a plan.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -121,4 +122,21 @@ def planned_models(device: str, attention: Callable[[Function], Function]) -> It
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
+        yield
+
+
+@contextmanager
+def counted_loops(
+    loops: Iterable[tuple[ModuleType, str]], count: Callable[[Function], Function]
+) -> Iterator[None]:
+    """In the block, loops of Transformers' models are counted instead of run: see
+    plan/fake/chunk_loops.py.
+
+    Args:
+        loops: module and name of each.
+        count: returns what stands for a loop.
+    """
+    with ExitStack() as stack:
+        for owner, name in loops:
+            stack.enter_context(patch.object(owner, name, count(getattr(owner, name))))
         yield

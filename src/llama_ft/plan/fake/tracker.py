@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -29,7 +28,7 @@ from llama_ft.models.base.layers import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.fake.attention_workspace import attention_workspace_bytes
 from llama_ft.plan.fake.chunk_loops import LoopCall, LoopMemory, ShortLoop, loops_of
-from llama_ft.plan.fake.patches import counted_memory
+from llama_ft.plan.fake.patches import counted_loops, counted_memory
 from llama_ft.plan.types import Peak
 from llama_ft.runtime import fp32_matmuls
 
@@ -205,9 +204,8 @@ class MemoryTracker(TorchDispatchMode):
         activation checkpointing, which keeps the matmuls inside of them."""
         model = built.model
         if shortens_loops:
-            for owner, name in loops_of(model):
-                short = ShortLoop(getattr(owner, name), self)
-                self._patches.enter_context(patch.object(owner, name, short))
+            counted = counted_loops(loops_of(model), lambda loop: ShortLoop(loop, self))
+            self._patches.enter_context(counted)
         self.assign(
             (value for value in model.parameters() if value.is_floating_point()),
             "sharded parameters",
