@@ -20,6 +20,9 @@ CASES = {
     "selective": "--activation_checkpointing selective",
     "unsharded": "--activation_checkpointing off --sharding_strategy SHARD_GRAD_OP --accumulate_unsharded",
     "offloaded weights": f"--fsdp_cpu_offload {FULL}",
+    "tiles": f"--tiled_mlp 16 {FULL}",
+    "tiles, offloaded weights": f"--tiled_mlp 16 --fsdp_cpu_offload {FULL}",
+    "tiles, nf4": f"--tiled_mlp 16 --use_peft --quantization 4bit {FULL}",
     "lora": f"--use_peft {FULL}",
     "dora": f"--use_peft --use_dora {FULL}",
     "nf4": f"--use_peft --quantization 4bit {FULL}",
@@ -88,3 +91,12 @@ def test_a_step_over_shared_sequences_has_the_gradients_of_one_process(
         assert scale > 0, key
         difference = (shared["gradients"][key] - expected).abs().max()
         assert difference <= TOLERANCE * scale, key
+
+
+@pytest.mark.parametrize(("tiled", "whole"), [("tiles", "checkpointed"), ("tiles, nf4", "nf4")])
+def test_tiles_have_the_gradients_of_whole_mlps(tiled: str, whole: str, folder: Path) -> None:
+    pieces = torch.load(folder / f"{tiled}, 1 ranks, 1.pt")["gradients"]
+    expected = torch.load(folder / f"{whole}, 1 ranks, 1.pt")["gradients"]
+    assert pieces.keys() == expected.keys()
+    for key, gradient in expected.items():
+        assert (pieces[key] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), key
