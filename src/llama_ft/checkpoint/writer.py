@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.futures import Future as TorchFuture
 
 from llama_ft.checkpoint import reader
@@ -43,6 +42,7 @@ from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.base.shards import local_shard
 from llama_ft.processes import flush_directory
 from llama_ft.runtime import Ranks, log
+from llama_ft.runtime.rendezvous import set_timeout
 
 RESERVED_BYTES = 2**20  # for headers, trainer.json and checksums
 _first_warning = threading.Lock()  # of a file system that cannot flush directories
@@ -102,7 +102,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         # Not the process group of training: these ranks wait for the slowest disk, for any time.
         # To create it they wait as long as for training.
         self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
-        _set_pg_timeout(timedelta(hours=6), self._group)
+        set_timeout(timedelta(hours=6), self._group)
         self._host_block = HostBlock()
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}

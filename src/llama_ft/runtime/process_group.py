@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ft.environment import Launch
 from llama_ft.errors import UserError, exit_on_error, plural
@@ -40,7 +39,7 @@ from llama_ft.runtime.ends.signals import StopSignals
 from llama_ft.runtime.ends.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
 from llama_ft.runtime.gather import gather
-from llama_ft.runtime.rendezvous import meet, store_of_given_group
+from llama_ft.runtime.rendezvous import meet, set_timeout, store_of_given_group
 from llama_ft.runtime.run_lock import RunLock
 from llama_ft.runtime.sequence import SequenceRank, share_sequences
 from llama_ft.runtime.target import Target, computing_on
@@ -497,7 +496,7 @@ def _open_groups(
     mesh = mesh_over(device.type, launch.world_size, sizes.shard)
     for group in mesh.get_all_groups():
         # init_device_mesh uses torch's default: 10 min with NCCL
-        _set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)
     sequence = share_sequences(device.type, launch.world_size, sizes.sequence, timeout)
     return _Groups(mesh, sequence)
 

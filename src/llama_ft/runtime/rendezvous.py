@@ -8,7 +8,7 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from llama_ft.errors import LostRank
 
@@ -22,6 +22,11 @@ def store_of_given_group() -> dist.Store:
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0)
     return dist.PrefixStore(f"llama_ft/{name[0]}", _get_default_store())
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Set how long collectives of a group may take. torch has a public function for it since 2.15."""
+    getattr(dist, "set_timeout", _set_pg_timeout)(timeout, group)
 
 
 def meet(

@@ -6,9 +6,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ft.errors import UserError, plural
+from llama_ft.runtime.rendezvous import set_timeout
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,5 +53,5 @@ def share_sequences(
     group = mesh.get_group("sequence")
     if timeout is not None:
         for dimension in mesh.get_all_groups():  # init_device_mesh uses torch's default
-            _set_pg_timeout(timeout, dimension)
+            set_timeout(timeout, dimension)
     return SequenceRank(mesh.get_local_rank("sequence"), size, group)
