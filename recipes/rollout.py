@@ -41,7 +41,7 @@ from llama_ft.extensions.rollouts.policy import (  # noqa: E402
 )
 from llama_ft.extensions.rollouts.prompts import PromptTokens, read_dataset  # noqa: E402
 from llama_ft.extensions.rollouts.resume import find_rounds, locked  # noqa: E402
-from llama_ft.extensions.rollouts.rewards import RewardPool, parse_reward  # noqa: E402
+from llama_ft.extensions.rollouts.rewards.pool import RewardPool, parse_reward  # noqa: E402
 from llama_ft.extensions.rollouts.rounds import (  # noqa: E402
     Answer,
     Round,

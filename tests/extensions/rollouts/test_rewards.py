@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llama_ft.errors import UserError
-from llama_ft.extensions.rollouts.reward_flags import RewardFlags
-from llama_ft.extensions.rollouts.rewards import RewardPool, Scored, parse_reward
+from llama_ft.extensions.rollouts.rewards.flags import RewardFlags
+from llama_ft.extensions.rollouts.rewards.pool import RewardPool, Scored, parse_reward
 
 FUNCTIONS = '''
 import os, signal, sys, time
@@ -264,7 +264,7 @@ def test_processes_end_with_the_run(file: Path) -> None:
     """Also with a run that is killed while it scores."""
     code = (
         "import sys\n"
-        "from llama_ft.extensions.rollouts.rewards import *\n"
+        "from llama_ft.extensions.rollouts.rewards.pool import *\n"
         f"pool = RewardPool([parse_reward('{file}:score')], RewardFlags(reward_timeout=1000))\n"
         "print(pool._workers[0].process.pid, flush=True)\n"
         "pool.score([('', 'hang', {})])\n"

@@ -11,7 +11,7 @@ from llama_ft.config.paths import not_writable
 from llama_ft.config.reading.tool_flags import check, read
 from llama_ft.config.rules import SECRET
 from llama_ft.config.value_types import STRICT, Count, CountOrZero, Duration
-from llama_ft.extensions.rollouts.reward_flags import RewardFlags
+from llama_ft.extensions.rollouts.rewards.flags import RewardFlags
 from llama_ft.inference.flags import ModelFlags, check_models
 from llama_ft.masking import is_url_with_secret
 

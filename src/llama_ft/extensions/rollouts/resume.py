@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_ft.errors import UserError, reason
-from llama_ft.extensions.rollouts.rewards import RewardFunction
+from llama_ft.extensions.rollouts.rewards.pool import RewardFunction
 from llama_ft.extensions.rollouts.rounds import (
     Prompt,
     Round,

@@ -28,14 +28,14 @@ from llama_ft.config.home import expanded
 from llama_ft.config.value_types import parse_size
 from llama_ft.config.wording.messages import missing_file
 from llama_ft.errors import UserError, plural
-from llama_ft.extensions.rollouts.reward_flags import RewardFlags
+from llama_ft.extensions.rollouts.rewards.flags import RewardFlags
 from llama_ft.extensions.rollouts.rounds import Reward
 from llama_ft.masking import mask_secrets, printable
 from llama_ft.processes import cores
 
 REWARD = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)(=(?P<weight>[^=]*))?")
 MOST_PROCESSES = 8
-LARGEST_REPLY = 2**24  # bytes; a longer one is not from reward_worker.py
+LARGEST_REPLY = 2**24  # bytes; a longer one is not from worker.py
 IMPORT_SECONDS = 120.0  # for the user's files, which may import large libraries
 NO_MEMORY = (
     "MemoryError",
@@ -52,7 +52,7 @@ ENVIRONMENT = {
 }
 WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from llama_ft.extensions.rollouts.reward_worker import main; main(int(sys.argv[1]))"
+    "from llama_ft.extensions.rollouts.rewards.worker import main; main(int(sys.argv[1]))"
 )
 # kind of a failure -> what is wrong, for the log
 FAILURES = {
@@ -137,7 +137,7 @@ _Result = dict[str, float] | Failure  # rewards by name, or why there are none
 
 
 class _Worker:
-    """A process that calls the functions, see reward_worker.py. `setup`: what it is sent first."""
+    """A process that calls the functions, see worker.py. `setup`: what it is sent first."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         ours, theirs = socket.socketpair()

@@ -1,12 +1,12 @@
 """A process that calls the reward functions of users' files.
 
 It imports the standard library and these files only, so that it starts within 0.1 s. It is started
-by rewards.py, not by multiprocessing, which would import the recipe, and so torch, again. Both
+by pool.py, not by multiprocessing, which would import the recipe, and so torch, again. Both
 sides send JSON:
 
-    from rewards.py: {parent, memory_bytes, cpu_seconds, functions: [[path, name], ...]}
+    from pool.py: {parent, memory_bytes, cpu_seconds, functions: [[path, name], ...]}
     back:            {problem}, which is empty if all functions were imported
-    from rewards.py: {function, prompt, answer, sample}
+    from pool.py: {function, prompt, answer, sample}
     back:            {values: number or {name: number}}, or {kind, text}
 """
 
