@@ -45,20 +45,28 @@ LOSS_LIMIT = 1e-6
 
 @dataclass(frozen=True)
 class Case:
-    """A run of recipes/finetuning.py, all of whose ranks share each sequence."""
+    """A run of recipes/finetuning.py for two steps in fp32, all of whose ranks share each sequence.
+
+    Attributes:
+        ranks: processes.
+        length: tokens of a sequence.
+        settings: more flags.
+    """
 
     ranks: int
     length: int
+    settings: str = "--enable_fsdp --activation_checkpointing off"
 
     @property
     def name(self) -> str:
-        return f"{self.ranks}-{self.length}"
+        words = self.settings.replace("--", "").split()
+        return "-".join([str(self.ranks), str(self.length), *words])
 
     def flags(self, folder: Path, device: str) -> list[str]:
         """Return the flags of the recipe."""
         data = ["--model_name", folder / "model", "--dataset", folder / f"rows-{self.length}.jsonl"]
-        memory = ["--precision", "fp32", "--activation_checkpointing", "off", "--no_plan"]
-        ranks = ["--enable_fsdp", "--sequence_parallel_size", self.ranks, "--device", device]
+        memory = ["--precision", "fp32", "--no_plan", *self.settings.split()]
+        ranks = ["--sequence_parallel_size", self.ranks, "--device", device]
         size = ["--batch_size_training", 1, "--context_length", self.length]
         steps = ["--max_train_step", 2, "--num_epochs", 1, "--log_steps", 1]
         words = [*data, *memory, *ranks, *size, *steps, "--output_dir", folder / self.name]
@@ -106,7 +114,7 @@ def planned(case: Case, folder: Path, device: str) -> Plan:
 
 def measured(case: Case, folder: Path) -> int:
     """Return the peak of the rank with the most, in bytes."""
-    if left_bytes(case, folder) > 2**19:
+    if left_bytes(case, folder) > MIB:
         sys.exit(f"{case.name}: memory of the run before it was still there")
     peaks = [highest_by_phase(rank["peaks"]) for rank in read_found(case, folder)]
     return max(max(phases.values()) for phases in peaks)

@@ -14,24 +14,20 @@ import argparse
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / folder) for folder in (".", "src", "recipes")]
 
-import finetuning
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.planner.long_context import write_inputs
-from benchmarks.planner.plan import highest_by_phase, launch, left_bytes, read_found
+from benchmarks.planner.long_context import Case, measured, planned, write_inputs
+from benchmarks.planner.plan import launch
 from benchmarks.shared.text_files import print_columns
-from llama_ft.config import TrainConfig, load
+from llama_ft.config import TrainConfig
 from llama_ft.models import use_tiled_mlp
-from llama_ft.plan.predict import predict
-from llama_ft.plan.types import PlanRequest
 
 MIB = 2**20
 SAMPLE = 512  # tokens
@@ -42,43 +38,17 @@ TURNS = 5
 TIMED_SAMPLES = 16  # of 512 tokens
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run of recipes/finetuning.py in one process."""
-
-    tile: str  # --tiled_mlp
-    ranks: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"tiled-{self.tile}"
-
-    def flags(self, folder: Path, device: str) -> list[str]:
-        """Return the flags of the recipe."""
-        data = ["--model_name", folder / "model", "--dataset", folder / f"rows-{TOKENS}.jsonl"]
-        memory = ["--precision", "fp32", "--activation_checkpointing", "full", "--no_plan"]
-        size = ["--batch_size_training", 1, "--context_length", TOKENS]
-        steps = ["--max_train_step", 2, "--num_epochs", 1, "--device", device]
-        words = [*data, *memory, *size, *steps, "--tiled_mlp", self.tile]
-        return [*map(str, words), "--output_dir", str(folder / self.name)]
-
-
 def measure_memory(folder: Path) -> tuple[list[int], list[int]]:
     """Return the planned and the measured peak, without tiles and with them."""
     write_inputs(folder, {TOKENS: TOKENS // SAMPLE}, hidden_size=128, intermediate_size=448)
-    cases = [Case("off"), Case(str(TILE))]
-    planned = []
-    for case in cases:
-        config, _ = load(case.flags(folder, "cpu"), finetuning.DEMO_CONFIG)
-        request = PlanRequest(config, folder / "model", 1, 1, "cpu")
-        planned.append(predict(request, finetuning.RECIPE).peak.bytes)
+    plans = []
+    peaks = []
+    for tile in ("off", TILE):
+        case = Case(1, TOKENS, f"--activation_checkpointing full --tiled_mlp {tile}")
+        plans.append(planned(case, folder, "cpu").peak.bytes)
         launch([case], folder, "cpu", dump=False)  # type: ignore[list-item]
-        assert left_bytes(case, folder) < MIB  # type: ignore[arg-type]
-    measured = []
-    for case in cases:
-        [rank] = read_found(case, folder)  # type: ignore[arg-type]
-        measured.append(max(highest_by_phase(rank["peaks"]).values()))
-    return planned, measured
+        peaks.append(measured(case, folder))
+    return plans, peaks
 
 
 def measure_time(is_checkpointed: bool) -> float:
@@ -122,17 +92,17 @@ def main() -> None:
     parser.add_argument("--memory_only", action="store_true", help="do not measure time")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tiled-") as temporary:
-        planned, measured = measure_memory(Path(temporary))
+        plans, peaks = measure_memory(Path(temporary))
     table = [["tiled_mlp", "planned MiB", "measured MiB", "plan / measured", "of off"]]
-    for name, plan, peak in zip(("off", f"{TILE}"), planned, measured, strict=True):
+    for name, plan, peak in zip(("off", f"{TILE}"), plans, peaks, strict=True):
         sizes = [f"{size / MIB:,.1f}" for size in (plan, peak)]
-        table.append([name, *sizes, f"{plan / peak:.3f}", f"{peak / measured[0]:.3f}"])
+        table.append([name, *sizes, f"{plan / peak:.3f}", f"{peak / peaks[0]:.3f}"])
     print_columns(table)
     if not options.memory_only:
         tokens = f"{TIMED_SAMPLES * SAMPLE:,} tokens"
         print(f"\nCPU time of a step of {tokens}: {measure_time(False):.3f} of off")
         print(f"with activation checkpointing: {measure_time(True):.3f} of off")
-    sys.exit(int(measured[1] > MEMORY_LIMIT * measured[0]))
+    sys.exit(int(peaks[1] > MEMORY_LIMIT * peaks[0]))
 
 
 if __name__ == "__main__":

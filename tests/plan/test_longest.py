@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from types import ModuleType
 
 import pytest
 from conftest import REPOSITORY, load_script
+from transformers import AutoModelForCausalLM
 
 from llama_ft.config import load
 from llama_ft.errors import UserError
@@ -24,6 +26,7 @@ from llama_ft.plan.longest import (
     Room,
     describe_longest,
     find_longest,
+    find_methods,
 )
 from llama_ft.plan.predict import predict, predict_lengths
 from llama_ft.plan.types import PlanRequest
@@ -184,6 +187,55 @@ def test_models_without_a_fused_kernel_are_quadratic(
     assert Method(request, finetuning.RECIPE, []).is_quadratic() == expected
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--enable_fsdp",
+        "--enable_fsdp --sharding_strategy SHARD_GRAD_OP --activation_checkpointing full",
+        "--enable_fsdp --sequence_parallel_size 2",
+        "--enable_fsdp --sequence_parallel_size 4 --tiled_mlp 512",
+        "--activation_checkpointing full --activation_offload --use_peft --quantization 4bit",
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_no_row_of_the_table_is_there_twice(
+    flags: str, ranks: int, model: Path, finetuning: ModuleType
+) -> None:
+    methods = find_methods(request_for(model, *flags.split(), ranks=ranks), finetuning.RECIPE)
+    changes = [frozenset(method.flags) for method in methods]
+    assert changes[0] == frozenset()
+    assert len(set(changes)) == len(changes)
+
+
+def test_weights_that_are_too_large_end_the_search(model: Path, finetuning: ModuleType) -> None:
+    request = request_for(model, "--use_peft", ranks=2)
+    assert len(find_methods(request, finetuning.RECIPE)) == 6
+    options = PlanFlags(longest=["300MiB", "400MiB"])
+    reports = list[str]()
+    none, is_quadratic = find_longest(request, finetuning.RECIPE, options, reports.append)
+    assert len(reports) == 2  # only sharding changes what weights take
+    assert [row for row in none if row.gpu == "400MiB"] == [
+        Longest("400MiB", [], 0, ["weights"], 0),
+        Longest("400MiB", ["--enable_fsdp"], 0, ["weights"], 0),
+    ]
+    assert not is_quadratic
+    last_line = describe_longest(none, is_quadratic, 2).splitlines()[-1]
+    assert last_line.startswith("Not even 512 tokens fit. --fit 400MiB also searches")
+
+
+def test_the_weights_of_a_run_are_those_of_its_parameters(
+    model: Path, finetuning: ModuleType
+) -> None:
+    request = request_for(model, "--precision", "bf16_pure", device="cpu")
+    method = Method(request, finetuning.RECIPE, [])
+    method.plan([2048])
+    # in bf16: weights, gradients, and the two states of AdamW
+    least = 8 * AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    assert method.has_too_large_weights(Room(0.99 * least, math.inf))
+    assert not method.has_too_large_weights(Room(1.01 * least, math.inf))
+
+
 def test_padding_has_no_longest_sequence(model: Path, finetuning: ModuleType) -> None:
     request = request_for(model, "--batching_strategy", "padding")
     with pytest.raises(UserError, match="--longest: packed sequences are planned"):
@@ -204,6 +256,9 @@ def test_the_flag_takes_gpus_and_sizes() -> None:
         return read_plan_flags(line.split(), DEMO)[2].longest
 
     assert read("--longest rtx4090,80GiB") == ["rtx4090", "80GiB"]
+    assert read("--dataset demo --longest rtx4090 80GiB,t4 h100 --nproc 2") == [
+        *("rtx4090 80GiB t4 h100".split())
+    ]
     assert read("--longest --nproc 2") == list(USUAL_GPUS)
     assert read("--nproc 2") is None
     with pytest.raises(UserError, match="--longest h10: expected the memory of a rank"):

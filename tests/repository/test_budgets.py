@@ -47,7 +47,7 @@ TOKENS = {
     "libraries": 2600,
     "models": 63_600,  # tiled MLPs, attention that ranks cannot share, pieces that a plan leaves out
     "observe": 12_600,
-    "plan": 22_900,  # --longest plans all GPUs together; loops over chunks are counted; --fit names what is needed
+    "plan": 23_100,  # --longest plans all GPUs together, and no more than too large weights; loops over chunks
     "run": 9300,
     "runtime": 12_800,
     "training": 26_900,

@@ -80,7 +80,7 @@ class PlanFlags:
     --fit. --quick false plans every layer."""
 
     longest: list[str] | None = None
-    """Print the longest packed sequence that fits each of these GPUs or sizes (rtx4090,80GiB), with
+    """Print the longest packed sequence that fits each of these GPUs or sizes (rtx4090 80GiB), with
     what can be changed for it. Without a value: of 16, 24, 48 and 80 GB."""
 
     host_memory: Size | None = None
@@ -123,11 +123,17 @@ def read_plan_flags(
         exit_with_help("\n\n".join([about, usage, notes, plan_flags, rest]))
     ours = list[str]()
     others = list[str]()
+    flag_name = ""  # the last flag
     for word in words_of(argv):
+        flag_name = word.name if word.flag else flag_name
         if word.name == "longest" and word.value is None:
             ours.append(f"{word.flag}={','.join(USUAL_GPUS)}")
-            continue
-        (ours if word.flag and word.name in own else others).extend(word.as_typed)
+        elif not word.flag and flag_name == "longest":  # --longest rtx4090 h100
+            ours[-1] += f",{word.value}"
+        elif flag_name in own:
+            ours.extend(word.as_typed)
+        else:
+            others.extend(word.as_typed)
     options, _, errors = read(ours, PlanFlags, description)
     whole = (ranks for ranks in range(1, RANKS_OF_A_NODE + 1) if options.nproc % ranks == 0)
     options.nproc_per_node = options.nproc_per_node or max(whole)

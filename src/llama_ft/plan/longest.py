@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from llama_ft import models
+from llama_ft.config import FSDPConfig
 from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import UserError
+from llama_ft.phases import MemoryCategory
 from llama_ft.plan.changes import apply_changes, auto_settings, methods_of
 from llama_ft.plan.fit import USABLE
 from llama_ft.plan.flags import PlanFlags, device_bytes
@@ -34,6 +36,13 @@ LARGE = 0.4  # share of the growth: a category that limits the length
 # Memory per token from 32,768 to 65,536 tokens over that from 16,384 to 32,768: 1 if memory grows in
 # proportion to the length, 2 if it grows with the square.
 QUADRATIC = 1.3
+# What a rank holds at any length. Of the methods, only sharding changes it.
+AT_ANY_LENGTH: tuple[MemoryCategory, ...] = (
+    "sharded parameters",
+    "quantized parts",
+    "gradients",
+    "optimizer state",
+)
 
 Change = dict[str, Any]  # settings by field name
 
@@ -106,7 +115,8 @@ class Method:
         lengths = sorted(self._plans)
         fitting = self._fitting(room)
         if not fitting:
-            return [] if SHORTEST in lengths else [SHORTEST]
+            is_known = SHORTEST in lengths or self.has_too_large_weights(room)
+            return [] if is_known else [SHORTEST]
         below = fitting[-1]
         longer = [length for length in lengths if length > below]
         nearly = max(below * CLOSE, below + MULTIPLE)
@@ -136,6 +146,17 @@ class Method:
         slope = (end - start) / (second - first)
         return (end + slope * (tokens - second)) / room.device
 
+    @property
+    def sharding(self) -> FSDPConfig:
+        """What divides the weights among ranks."""
+        return dataclasses.replace(self._request.config.fsdp, sequence_parallel_size=1)
+
+    def has_too_large_weights(self, room: Room) -> bool:
+        """Return whether weights, gradients and optimizer states alone do not fit, at any length."""
+        plan = self._plans[min(self._plans)]
+        sizes = [sum(peak.holders[name] for name in AT_ANY_LENGTH) for peak in plan.peaks]
+        return max(sizes) + plan.outside_bytes > room.device
+
     def is_quadratic(self) -> bool:
         """Return whether memory grows with the square of the length."""
         first, last = FIRST_LENGTHS
@@ -156,7 +177,7 @@ class Method:
         return Longest(gpu, self.flags, tokens, limits, plan.host_bytes)
 
     def _limits_of_none(self, room: Room) -> list[str]:
-        plan = self._plans[SHORTEST]
+        plan = self._plans[min(self._plans)]
         return ["host memory"] if plan.device_bytes <= room.device else ["weights"]
 
     def _limits(self, tokens: int) -> list[str]:
@@ -201,7 +222,10 @@ def find_longest(
     rooms = [Room(USABLE * device_bytes(gpu), host) for gpu in gpus]
     positions = find_positions(request)
     results = list[tuple[Method, list[int]]]()
+    too_large: FSDPConfig | None = None  # no GPU holds the weights of this sharding
     for method in find_methods(request, recipe):
+        if method.sharding == too_large:
+            continue
         words = " ".join(method.flags)
         try:
             lengths = method.search(rooms)
@@ -213,13 +237,16 @@ def find_longest(
         texts = [f"{gpu} {tokens:,}" for gpu, tokens in zip(gpus, lengths, strict=True)]
         report(f"{words or 'as it is'}: {', '.join(texts)} tokens")
         results.append((method, lengths))
+        if all(method.has_too_large_weights(room) for room in rooms):
+            too_large = method.sharding
     rows = []
     for number, gpu in enumerate(gpus):
         for method, lengths in results:
             row = method.describe(gpu, lengths[number], rooms[number])
             rows.append(row._replace(beyond=row.tokens > positions))
     first_method, _ = results[0]
-    return rows, first_method.is_quadratic()
+    fits = any(row.tokens for row in rows)
+    return rows, fits and first_method.is_quadratic()
 
 
 def find_methods(request: PlanRequest, recipe: Recipe) -> list[Method]:
@@ -278,5 +305,11 @@ def describe_longest(rows: Sequence[Longest], is_quadratic: bool, ranks: int) ->
             "Memory grows with the square of the length: attention has no fused kernel for this model, and its "
             "scores of tokens x tokens take the memory."
         )
-    lines.append("Each length was planned, and fits 97% of the GPU's memory. 2% more does not.")
+    if any(row.tokens for row in rows):
+        lines.append("Each length was planned, and fits 97% of the GPU's memory. 2% more does not.")
+    else:
+        lines.append(
+            f"Not even {SHORTEST} tokens fit. --fit {rows[-1].gpu} also searches changes of the training, such as "
+            "adapters and 4-bit weights."
+        )
     return "\n".join(lines)
