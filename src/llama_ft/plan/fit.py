@@ -8,6 +8,7 @@ change that only gives up more than another one that fits is not an answer.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llama_ft.config import Config
@@ -88,6 +89,43 @@ def answer_fit(
     return describe_fits(planned, fits, room, times), exit_code, values
 
 
+@dataclass(frozen=True)
+class _Search:
+    """What every plan of a search shares: see `find_fits`."""
+
+    request: PlanRequest
+    recipe: Recipe
+    room: float
+    quick: bool
+    report: Callable[[str], Any]
+
+    def plan_with(self, changes: list[Change]) -> Fit | None:
+        """Plan the run with changes, the last of which is the one that counts. None: it would reject
+        them."""
+        config, ranks, flags = apply_changes(self.request, changes)
+        if config is None or not flags:
+            return None
+        candidate = dataclasses.replace(self.request, config=config, world_size=ranks)
+        try:
+            plan = predict(candidate, self.recipe, quick=True)
+            if has_room(plan, self.room) and not self.quick:
+                plan = predict(candidate, self.recipe)
+        except UserError:
+            return None
+        self.report(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
+        last, _ = changes[-1]
+        return Fit(config, flags, "; ".join(reason for _, reason in changes), plan, last)
+
+    def without_needless(self, fit: Fit, before: list[Change], change: Change) -> Fit:
+        """Leave out what stands before a change and is not needed with it, the most expensive first."""
+        for number in reversed(range(len(before))):
+            smaller = self.plan_with([*before[:number], change])
+            if smaller is None or not has_room(smaller.plan, self.room):
+                break
+            fit = smaller
+        return fit
+
+
 def find_fits(
     request: PlanRequest,
     recipe: Recipe,
@@ -109,23 +147,7 @@ def find_fits(
         report: called with a text about every change that is planned.
     """
 
-    def plan_with(changes: list[Change]) -> Fit | None:
-        """Plan the run with changes, the last of which is the one that counts. None: it would reject
-        them."""
-        config, ranks, flags = apply_changes(request, changes)
-        if config is None or not flags:
-            return None
-        candidate = dataclasses.replace(request, config=config, world_size=ranks)
-        try:
-            plan = predict(candidate, recipe, quick=True)
-            if has_room(plan, room) and not quick:
-                plan = predict(candidate, recipe)
-        except UserError:
-            return None
-        report(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
-        last, _ = changes[-1]
-        return Fit(config, flags, "; ".join(reason for _, reason in changes), plan, last)
-
+    search = _Search(request, recipe, room, quick, report)
     changes = list[Change]()
     least = planned.device_bytes
     fits = list[Fit]()
@@ -134,12 +156,12 @@ def find_fits(
         settings, _ = change
         if any(gives_up_more(settings, fit.change) for fit in fits):
             continue
-        fit = plan_with([*changes, change])
+        fit = search.plan_with([*changes, change])
         if fit is None:
             continue
         if has_room(fit.plan, room):
             if change in others:
-                fit = _without_needless(fit, changes, change, room, plan_with)
+                fit = search.without_needless(fit, changes, change)
             fits = [other for other in fits if not gives_up_more(other.change, settings)]
             fits.append(fit)
             if change in cheap or len(fits) == MAX_PROPOSALS:
@@ -149,22 +171,6 @@ def find_fits(
             changes = [*changes, change]
             least = fit.plan.device_bytes
     return fits
-
-
-def _without_needless(
-    fit: Fit,
-    before: list[Change],
-    change: Change,
-    room: float,
-    plan_with: Callable[[list[Change]], Fit | None],
-) -> Fit:
-    """Leave out what stands before a change and is not needed with it, the most expensive first."""
-    for number in reversed(range(len(before))):
-        smaller = plan_with([*before[:number], change])
-        if smaller is None or not has_room(smaller.plan, room):
-            break
-        fit = smaller
-    return fit
 
 
 def gives_up_more(change: dict[str, Any], other: dict[str, Any]) -> bool:
