@@ -15,7 +15,7 @@ from llama_ft.plan.predict import predict
 from llama_ft.plan.types import PlanRequest
 
 PAGE = (REPOSITORY / "docs" / "guides" / "models.md").read_text()
-COMMAND = r"`recipes/plan.py (.*) --quick`"
+COMMAND = r"`llama-ft plan (.*) --quick`"
 AS_STORED = r"^\| {name} \| ([\d.]+) \|$"
 ROW = r"^\| {name}.* \| (\d+) \| ([\d.]+) \| ([\d.]+) MiB \|$"
 

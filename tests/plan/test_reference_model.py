@@ -51,7 +51,10 @@ def test_a_larger_other_model_is_planned(
     small = save_model(tmp_path / "small", num_hidden_layers=2)
     size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     large = save_model(tmp_path / "large", **size)
-    alone = plan(finetuning, small, objective, None, quick)
+    stored = tmp_path / "teacher.safetensors"
+    stored.touch()
+    file = ["--teacher_file", str(stored)] if objective == "distill" else []
+    alone = plan(finetuning, small, objective, None, quick, *file)
     with_small = plan(finetuning, small, objective, small, quick)
     with_large = plan(finetuning, small, objective, large, quick)
     assert with_small.device_bytes == pytest.approx(alone.device_bytes, rel=0.02)
