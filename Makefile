@@ -11,7 +11,7 @@ QUICKSTART := recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
 MACHINE_AND_MODEL := import torch; from llama_ft.data.smollm2 import quickstart_model; \
   print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2), *quickstart_model(), sep="\n")
 
-# Processes of `make test`.
+# Processes of tests.
 WORKERS ?= 3
 
 # Of the comparison with TRL. dpo begins with the result of lora.
@@ -21,7 +21,7 @@ COMPARISON ?= output/comparison
 # Of benchmarks; none: all of them, which takes hours.
 ONLY ?=
 
-.PHONY: install quickstart test test-all comparison benchmarks lint docs clean
+.PHONY: install quickstart test test-all test-large comparison benchmarks lint docs clean
 
 # One or two GPUs serve one process each; without a GPU, two processes share the CPU's cores (gloo). torchrun would give
 # each process one thread, and say so, unless OMP_NUM_THREADS is set. Without SmolLM2 the embedded demo is trained.
@@ -43,7 +43,11 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-all: test $(VENV)/.smollm2
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/python -m pytest -m "slow and not large" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
+# Many kills, real servers and whole runs, which take minutes each; the other tests have smaller ones of their kinds.
+test-large: $(VENV)/.installed-dev $(VENV)/.smollm2
+	$(BIN)/python -m pytest -m large -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The same fine-tuning here and in TRL, for which it makes an environment in the cache. Interrupted, it continues. One part
 # alone: make comparison METHODS=full COMPARISON=output/comparison-full

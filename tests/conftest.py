@@ -173,8 +173,12 @@ def build_model() -> Any:
     return load_script(RECIPE).build_model
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first."""
+    """Mark what is large as slow, too, and put the longest files first."""
+    for item in items:
+        if item.get_closest_marker("large"):
+            item.add_marker("slow")
     places = {f"{file}.py": place for place, file in enumerate(LONGEST_FIRST)}
     tests = REPOSITORY / "tests"
     assert all((tests / file).exists() for file in places)

@@ -125,7 +125,7 @@ def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(
     assert "1. --activation_checkpointing full" in describe_fits(fits[0].plan, fits, 1, ["", ""])
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_qlora_is_the_first_suggestion_on_a_small_gpu(
     finetuning: ModuleType, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     shutil.which("c++") is None,
     reason="torch's allocations are counted by C++ that has to be compiled",
 )
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_peak_of_a_run_is_within_a_tenth_of_the_predicted_one(
     benchmark: ModuleType, tmp_path: Path
 ) -> None:

@@ -42,8 +42,14 @@ def planned(
     return plan
 
 
+LARGE = ("DeepSeek V3", "Kimi K2 Thinking")  # hundreds of experts, minutes each
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.large) if name in LARGE else name for name in PUBLISHED],
+)
 def test_the_table_has_the_planned_memory(
     name: str, finetuning: ModuleType, tmp_path: Path
 ) -> None:

@@ -531,7 +531,7 @@ def test_every_run_writes_a_report(launch: Finished, folder: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_embedded_demo_lowers_the_validation_loss(tmp_path: Path) -> None:
     flags = [*FSDP.split(), "--precision", "fp32"]  # bf16 takes longer on a CPU
     flags += ["--output_dir", str(tmp_path / "run")]

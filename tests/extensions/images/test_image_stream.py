@@ -12,7 +12,7 @@ JOB = Path(__file__).parent / "image_stream_job.py"
 SAMPLES_PER_STEP = 16
 
 
-@pytest.mark.parametrize("images", [1024, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("images", [1024, pytest.param(10_000, marks=pytest.mark.large)])
 def test_pixels_of_a_stream_are_freed_after_their_step(tmp_path: Path, images: int) -> None:
     model = save_image_model(tmp_path / "model", "Qwen2.5-VL")
     rows = []

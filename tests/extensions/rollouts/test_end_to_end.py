@@ -82,7 +82,7 @@ def test_the_sampled_tokens_of_a_tiny_model_are_trained_on(
     check_first_steps(tiny_model, tmp_path, groups, "--max_train_step 1")
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @needs_smollm2
 def test_best_answers_and_pairs_of_smollm2_raise_its_rewards(cache: Path, tmp_path: Path) -> None:
     model = build_smollm2(cache)

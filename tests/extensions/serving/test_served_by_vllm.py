@@ -11,7 +11,7 @@ from forked import AT_THE_START
 SCRIPT = REPOSITORY / "benchmarks" / "serving" / "serve.py"
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_vllm_serves_adapters_and_merged_models(tmp_path: Path) -> None:
     """Llama, and Gemma 3 with its parts for images, whose adapter is of the text part. The server's
     log-probabilities are those of the run in fp32, and the base model's differ by ten times as

@@ -155,7 +155,7 @@ def test_a_wrong_answer_neither_restarts_a_run_nor_deletes_a_checkpoint(
     assert saved.lost() == []
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_no_kind_of_wrong_answer_restarts_a_run_or_deletes_a_checkpoint(
     saved: Saved, lying: Any
 ) -> None:

@@ -253,7 +253,7 @@ def test_runs_have_the_losses_of_runs_without_tiles(
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch's allocations are counted by C++")
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_step_of_wide_mlps_takes_at_most_seven_tenths_of_the_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

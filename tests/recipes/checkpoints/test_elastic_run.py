@@ -84,7 +84,7 @@ def test_attempts_on_other_numbers_of_ranks_continue_the_run_without_being_told(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_command", [False, True])
+@pytest.mark.parametrize("is_command", [False, pytest.param(True, marks=pytest.mark.large)])
 def test_a_lost_node_that_returns_changes_no_step(
     whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path, is_command: bool
 ) -> None:

@@ -221,7 +221,7 @@ def test_a_store_that_stops_answering_does_not_stop_the_run(
     assert is_uploaded(store, LAST_STEP) and differences(crash, url, inputs, tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_runs_killed_at_random_moments_on_disks_that_are_lost_equal_the_undisturbed_one(
     tmp_path: Path,
 ) -> None:

@@ -120,7 +120,7 @@ def test_early_stopping_takes_the_best_weights_from_the_store(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_agents_with_their_own_directories_resume_each_others_run(
     server: str, whole_elastic: Path, tmp_path: Path, tiny_model: Path, rows70: Path
 ) -> None:

@@ -12,7 +12,7 @@ CASES = 3
 SEED = "268"
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_successor_loses_no_complete_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--cases", str(CASES)]
     command += ["--seed", SEED, "--folder", str(tmp_path)]

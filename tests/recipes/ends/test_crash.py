@@ -17,7 +17,7 @@ SCRIPT = REPOSITORY / "benchmarks" / "checkpoints" / "crash.py"
 KILLED = Path(__file__).with_name("killed_job.py")
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize(("kills", "methods"), [(1, "full"), (12, "lora,full"), (6, "distill")])
 def test_a_run_killed_at_random_moments_equals_the_uninterrupted_one(
     tmp_path: Path, kills: int, methods: str

@@ -131,7 +131,12 @@ class Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("event", "stopped"), [("suspended", [0, 1]), ("preempted", [1]), ("preempted", [0])]
+    ("event", "stopped"),
+    [
+        ("suspended", [0, 1]),
+        pytest.param("preempted", [1], marks=pytest.mark.large),
+        ("preempted", [0]),
+    ],
 )
 def test_a_job_that_is_stopped_saves_uploads_and_continues_on_empty_disks(
     crash: ModuleType, inputs: Path, tmp_path: Path, event: str, stopped: list[int]
@@ -158,9 +163,10 @@ def test_a_job_that_is_stopped_saves_uploads_and_continues_on_empty_disks(
     assert f"Fetching step-{newest:06d} from {url}" in job.logs()
     copy = download(url, tmp_path / "copy")
     found = crash.differences(copy, inputs / "whole", all_checkpoints=False)
-    # An evaluation that the signal abandoned is not repeated.
+    # An evaluation that the signal abandoned is not repeated, and so its step cannot be the best.
     abandoned = f"metrics.jsonl: step {newest}: eval/"
-    assert [difference for difference in found if not difference.startswith(abandoned)] == []
+    others = [difference for difference in found if not difference.startswith(abandoned)]
+    assert others == [] or (others == ["checkpoints/best.json differs"] and others != found)
     if found:
         assert "The evaluation was abandoned." in logs
 

@@ -194,7 +194,7 @@ def plain_steps(work: Path, family: str, objective: str, kind: str, adapter: Pat
 
 FAST = ("start", "dpo lora packed")
 ALL = [
-    pytest.param(family, ranks, (), marks=pytest.mark.slow)
+    pytest.param(family, ranks, (), marks=pytest.mark.slow if ranks else pytest.mark.large)
     for family in FAMILIES
     for ranks in (0, 2)
     if (family, ranks) != ("LLaVA", 2)
