@@ -242,6 +242,8 @@ class Ranks:
         """Return the mean over all ranks, without gradient, on the value's device. All ranks must
         call it."""
         mean = value.detach().clone()
+        if self.world_size == 1:  # a collective of a CUDA tensor would start NCCL
+            return mean
         dist.all_reduce(mean)
         return mean / self.world_size
 
