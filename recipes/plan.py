@@ -52,9 +52,11 @@ def main(config: Config, options: PlanFlags) -> int:
         request = dataclasses.replace(request, media=media)
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
+    report = partial(print, file=sys.stderr, flush=True)
+    if config.model.model_name == "demo":
+        report("This plans the demo, a small Llama. --config or --model_name plans another model.")
     if options.longest:
         return print_longest(request, options)
-    report = partial(print, file=sys.stderr, flush=True)
     if options.nproc > 1 and not config.fsdp.enable_fsdp:
         report(
             f"warning: each of the {options.nproc} ranks will hold the whole model. --enable_fsdp shards it."

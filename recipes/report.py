@@ -9,32 +9,27 @@ import signal
 import sys
 
 from llama_ft.config.home import expanded
-from llama_ft.errors import UserError, exit_on_error
+from llama_ft.errors import exit_on_error
 from llama_ft.extensions.report.page import comparison_page, named_runs, report_page
-from llama_ft.extensions.report.run import ReportFlags, read_report_flags, read_run
-from llama_ft.processes import replace_text
+from llama_ft.extensions.report.run import (
+    ReportFlags,
+    corrupted_files_explained,
+    read_report_flags,
+    read_run,
+)
+from llama_ft.extensions.report.write import write_page
 
 
 def main(options: ReportFlags) -> None:
     """Read the runs and write the page."""
-    try:
+    with corrupted_files_explained(options.paths):
         runs = [read_run(expanded(name)) for name in options.paths]
         if len(runs) == 1:
             page = report_page(runs[0], price=options.price)
         else:
             page = comparison_page(named_runs(runs, options.names), options.price)
-    except UserError:
-        raise
-    except Exception as error:  # files of another program, or corrupted files, may hold anything
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{', '.join(options.paths)}: cannot make a report ({reason}).") from error
     path = expanded(str(options.output))
-    try:
-        replace_text(path, page)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror}.\n--output FILE names another place."
-        ) from error
+    write_page(path, page)
     print(f"The report: {path}")
 
 

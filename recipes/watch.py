@@ -10,13 +10,15 @@ import sys
 
 from llama_ft.config.home import expanded
 from llama_ft.errors import exit_on_error
+from llama_ft.extensions.report.run import corrupted_files_explained
 from llama_ft.extensions.report.watch import WatchFlags, read_watch_flags, watch
 
 
 def main(options: WatchFlags) -> None:
     """Show the run until it ends."""
     try:
-        watch(expanded(options.paths[0]), options)
+        with corrupted_files_explained(options.paths):
+            watch(expanded(options.paths[0]), options)
     except KeyboardInterrupt:
         print(f"The run continues: llama-ft watch {options.paths[0]}")
 

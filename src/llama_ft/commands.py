@@ -55,7 +55,7 @@ def main() -> None:
     verb, *flags = sys.argv[1:] or [""]
     if verb == "--version":
         print(f"llama_ft {__version__}")
-    elif verb in ("--help", "-h", ""):
+    elif verb in ("--help", "-h", "help", ""):
         lines = [f"  {name:10}{entry.about}" for name, entry in VERBS.items()]
         print(HELP.format("\n".join(lines)), file=sys.stdout if verb else sys.stderr)
         sys.exit(0 if verb else 2)

@@ -16,6 +16,7 @@ from llama_ft.processes import end_restarts
 
 # in Transformers' message about a model, tokenizer or processor whose class is in its directory
 NEEDS_CODE = "`trust_remote_code=True`"
+NAME_SHOWN = 60  # characters of a path that is too long
 EXIT_GRACE_SECONDS = 20  # how long the other ranks of a node wait to be ended
 # kind of an exception -> why the host does not answer
 NO_ANSWER = {
@@ -143,7 +144,8 @@ def exit_on_error() -> Iterator[None]:
     exited earlier, torchrun would end the first rank before it has printed the errors.
     """
     try:
-        yield
+        with _long_names_explained():
+            yield
     except UserError as error:
         # a leftover of a launcher may be any text
         if os.environ.get("LOCAL_RANK", "0").strip("0").isdecimal():
@@ -151,6 +153,19 @@ def exit_on_error() -> Iterator[None]:
         print(error, file=sys.stderr, flush=True)
         end_restarts()
         sys.exit(2)
+
+
+@contextmanager
+def _long_names_explained() -> Iterator[None]:
+    """Turn the system's rejection of a long path, which any look at a file may meet, into a
+    UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        shown = f"{error.filename}"[:NAME_SHOWN]
+        raise UserError(f"{shown}...: this name is too long for the file system.") from error
 
 
 def rank() -> int:

@@ -4,6 +4,7 @@ In a checkout they are in the repository, where users edit them. A plain install
 inside the package (see setup.py).
 """
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -12,6 +13,7 @@ PACKAGED = PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parents[1]
 CONFIG_FOLDERS = ("configs", "examples")
 SHOWN_NAMES = 3
 SIMILAR = 0.5  # of difflib
+MODEL_NAME = re.compile(r"^ *model_name: *(\S+)", re.MULTILINE)  # in a config
 
 
 def packaged_configs() -> dict[str, Path]:
@@ -20,11 +22,19 @@ def packaged_configs() -> dict[str, Path]:
     return {file.stem: file for file in sorted(files)}
 
 
+def is_file(name: str) -> bool:
+    """Return whether a text is the path of a file. The system rejects some texts, such as long ones."""
+    try:
+        return Path(name).is_file()
+    except OSError:
+        return False
+
+
 def find_config(name: str) -> Path:
     """Return the file that --config means: a file of the user, else a packaged config by its name
     or by its path in the repository, else a file that does not exist."""
     file = Path(name)
-    if file.is_file():
+    if is_file(name):
         return file
     folder = str(file.parent)
     packaged = packaged_configs().get(file.name.removesuffix(".yaml"))
@@ -42,10 +52,23 @@ def find_input(name: str) -> str:
     return f"{packaged}{colon}{function}" if is_packaged and not Path(path).exists() else name
 
 
+def configs_of_model(model: str) -> list[str]:
+    """Return the names of the packaged configs that train a model of the Hub."""
+    names = list[str]()
+    for name, file in packaged_configs().items():
+        models = MODEL_NAME.findall(file.read_text(encoding="utf-8"))
+        if model.lower() in (other.lower() for other in models):
+            names.append(name)
+    return names
+
+
 def nearest_configs(name: str) -> str:
-    """Return the packaged configs with similar names as a sentence for an error message."""
+    """Return the packaged configs with similar names, or of a model of this name, as a sentence for
+    an error message."""
     names = packaged_configs()
-    word = Path(name).name.removesuffix(".yaml")
+    if of_model := configs_of_model(name):
+        return f"Packaged configs of this model: {', '.join(of_model)}."
+    word = Path(name).name.removesuffix(".yaml").lower()
     beginnings = [name for name in names if name.startswith(word)]
     similar = beginnings or get_close_matches(word, names, n=SHOWN_NAMES, cutoff=SIMILAR)
     if not similar:

@@ -140,3 +140,9 @@ def test_thousands_of_errors_and_huge_values_are_reported_quickly(errors_of, wri
     messages = errors_of(*(f"--a_flag_{number}=1" for number in range(5_000)))
     assert len(messages) == 21
     assert time.monotonic() - start < 60  # 4 s on an idle machine
+
+
+def test_a_file_that_is_not_a_text_is_named(errors_of, tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"model:\n  model_name: caf\xe9\n")
+    (message,) = errors_of("--config", str(tmp_path / "latin.yaml"))
+    assert message.endswith("latin.yaml: not a text in UTF-8 (byte 24).")

@@ -39,6 +39,8 @@ def test_all_user_errors_are_reported_at_once() -> None:
     for said in ("--nproc 0: ", "--lr fast", "--json now: ", "Did you mean --lr?"):
         assert said in str(refusal.value)
     assert read("--fit RTX4090")[2].fit_bytes == 23.5 * 2**30
+    with pytest.raises(UserError, match="^error: --gpu is not a flag. Did you mean --fit[?]$"):
+        read("--gpu rtx4090")
     with pytest.raises(
         UserError, match="--fit h10: expected the memory of a rank, .*h200.* Did you mean h100?"
     ):

@@ -27,9 +27,9 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 5600,  # datasets of extensions, and the command as it was typed
+    "": 5800,  # datasets of extensions, the command as it was typed, configs of a model, long names
     "checkpoint": 11_200,
-    "config": 20_900,  # rollouts, several scored answers, the newest run, packages of stores
+    "config": 21_000,  # what words without a flag mean, rollouts, several scored answers, packages of stores
     "cpu": 4700,
     "data": 46_600,  # forms of traces, lengths kept, shared steps; room for the format of a tutorial
     "evaluation": 3500,
@@ -38,7 +38,7 @@ TOKENS = {
     "extensions/check": 4300,
     "extensions/images": 11_200,
     "extensions/kubeflow": 850,
-    "extensions/report": 10_800,  # llama-ft watch, and the first rows of a report
+    "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
     "extensions/rollouts": 14_000,  # rounds, samplers, servers, rewards and conversions
     "extensions/scores": 2200,
     "extensions/serving": 18_600,  # rules of edited adapters and probes, and of quantized bases
@@ -47,7 +47,7 @@ TOKENS = {
     "libraries": 2600,
     "models": 63_600,  # tiled MLPs, attention that ranks cannot share, pieces that a plan leaves out
     "observe": 12_600,
-    "plan": 23_100,  # --longest plans all GPUs together, and no more than too large weights; loops over chunks
+    "plan": 23_300,  # --longest plans all GPUs together, and no more than too large weights; loops over chunks
     "run": 9300,
     "runtime": 12_800,
     "training": 26_900,

@@ -52,6 +52,8 @@ def test_an_example_brings_its_data_and_functions_along(empty_directory: Path) -
         ("llama3.1_8b_4bit", "with similar names: llama3.1_8b_4bit_24gb, llama3.1_8b_4bit_4gb."),
         ("examples/alpaca.yaml", "with similar names: alpaca_lora."),
         ("mine/quickstart.yaml", "with similar names: quickstart."),
+        ("QUICKSTART", "with similar names: quickstart."),
+        ("qwen/qwen3.5-9b", "of this model: qwen3.5_9b_4bit_24gb, qwen3.5_9b_lora_24gb."),
         ("zzzz", "neither a file nor the name of a config in configs/ or examples/."),
     ],
 )

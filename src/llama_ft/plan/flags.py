@@ -54,6 +54,7 @@ OTHER_NAMES = {"a10080": "a100", "h10080": "h100", "v10016": "v100"}
 OTHER_NAMES |= {re.sub("[^a-z0-9]", "", name): name for name in GPUS}
 OTHER_NAMES |= {name.removeprefix("rtx"): name for name in GPUS if name.startswith("rtx")}
 VENDORS = re.compile("^(nvidia|geforce|tesla|amd|instinct)+")
+NAMES_OF_FIT = ("gpu", "vram", "gpu_memory")  # what people try
 MOST_GIB = 1000  # a number without a unit is GiB up to here
 
 
@@ -123,9 +124,13 @@ def read_plan_flags(
         exit_with_help("\n\n".join([about, usage, notes, plan_flags, rest]))
     ours = list[str]()
     others = list[str]()
+    unknown = list[str]()
     flag_name = ""  # the last flag
     for word in words_of(argv):
         flag_name = word.name if word.flag else flag_name
+        if word.flag and flag_name in NAMES_OF_FIT:
+            unknown.append(f"{word.flag} is not a flag. Did you mean --fit?")
+            continue
         if word.name == "longest" and word.value is None:
             ours.append(f"{word.flag}={','.join(USUAL_GPUS)}")
         elif not word.flag and flag_name == "longest":  # --longest rtx4090 h100
@@ -135,6 +140,7 @@ def read_plan_flags(
         else:
             others.extend(word.as_typed)
     options, _, errors = read(ours, PlanFlags, description)
+    errors += unknown
     whole = (ranks for ranks in range(1, RANKS_OF_A_NODE + 1) if options.nproc % ranks == 0)
     options.nproc_per_node = options.nproc_per_node or max(whole)
     try:

@@ -256,10 +256,9 @@ def test_corrupted_files_are_named(run_dir: Path, tmp_path: Path) -> None:
             read_run(folder)
         if file != "metrics.jsonl":
             (folder / file).unlink()
-    assert (
-        f"{folder}/metrics.jsonl: " in (finished := report(folder)).output
-        and finished.exit_code == 2
-    )
+    finished = report(folder)
+    assert finished.exit_code == 2
+    assert f"{folder}/metrics.jsonl: corrupted (line 5 is not JSON).\n" in finished.output
 
 
 def test_a_report_that_cannot_be_written_gives_a_warning(

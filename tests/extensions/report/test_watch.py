@@ -195,9 +195,42 @@ def test_a_report_without_a_watch_is_not_loaded_again(running: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("status.json", '{"state": 7, "message": ["a"], "step": "x"}'),
+        ("plan.json", '{"peaks": 3}'),
+        ("config.yaml", "null"),
+        ("metrics.jsonl", '{"step": "x", "train/loss": "high"}\n'),
+    ],
+)
+def test_files_of_another_program_end_in_one_message(running: Path, file: str, text: str) -> None:
+    (running / file).write_text(text)
+    finished = run([*COMMAND, str(running)])
+    assert finished.exit_code == 2
+    assert finished.output.startswith(f"error: {running}") and "Traceback" not in finished.output
+    assert "corrupted (" in finished.output
+
+
+def test_a_name_that_is_too_long_ends_in_one_message() -> None:
+    finished = run([*COMMAND, "a" * 5000])
+    assert finished.exit_code == 2
+    expected = f"error: {'a' * 60}...: this name is too long for the file system.\n"
+    assert finished.output == expected
+
+
+def test_a_report_that_cannot_be_written_ends_the_watch_with_one_message(running: Path) -> None:
+    (running / "report.html").mkdir()
+    finished = run([*COMMAND, str(running), "--html"])
+    assert finished.exit_code == 2
+    assert f"error: {running}/report.html cannot be written: Is a directory." in finished.output
+    assert "Traceback" not in finished.output
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["goof"], "goof: there is no run or model here."),
+        (["run/model"], "run/model: is a part of a run. Name run."),
         ([".", "."], ". and .: name one run."),
         (["--prise", "2"], "--prise is not a flag. Did you mean --price?"),
         (["run", "--html"], "--html: run/report.html exists, and is not a report."),
@@ -207,7 +240,7 @@ def test_invalid_flags_end_in_one_message(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(write_run(tmp_path / "here"))
-    (tmp_path / "here" / "run").mkdir()
+    (tmp_path / "here" / "run" / "model").mkdir(parents=True)
     (tmp_path / "here" / "run" / "status.json").write_text("{}")
     (tmp_path / "here" / "run" / "report.html").write_text("mine")
     with pytest.raises(UserError) as refusal:

@@ -114,6 +114,8 @@ def load(
     flags = read_flags(argv)
     config_name = flags.values.pop("config", None)
     flags.origins.pop("config", None)  # it is not a setting
+    if config_name == "":  # of an unset variable of the shell
+        flags.errors.append("--config: the value is empty.")
     is_demo = config_name is None and flags.values.keys().isdisjoint({"model_name", "dataset"})
     if is_demo:
         config_file = demo_config

@@ -29,13 +29,15 @@ from llama_ft.config.wording.messages import (
     known,
 )
 from llama_ft.errors import rank, reason
-from llama_ft.packaged import nearest_configs
+from llama_ft.packaged import find_config, is_file, nearest_configs
 
 # The spellings that pydantic takes for a switch, and the opposite of each.
 OPPOSITES = dict.fromkeys(("true", "t", "yes", "y", "on", "1"), "false")
 OPPOSITES |= dict.fromkeys(("false", "f", "no", "n", "off", "0"), "true")
 MODES = {"true": "8bit", "false": "none"}  # bare --quantization means 8bit, as in llama-recipes
 PLAIN_NAME = re.compile(r"[\w.\-]+")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 LARGEST_CONFIG = 2**18  # bytes; PyYAML reads about 100,000 per second
 LIST_KINDS = ("data", "names", "names or pattern")  # settings that take a,b,c
@@ -261,6 +263,8 @@ def read_flags(
                 taken = f"Write a list as {listed}."
                 if list_error:  # of the word before
                     parsed.errors.remove(list_error)
+            elif meant := _meant_by(str(word.value)):
+                taken = f"Did you mean {meant}?"
             list_error = f'"{word.value}" is an unexpected argument. {taken}'
             parsed.errors.append(list_error)
         elif setting is None:
@@ -277,6 +281,19 @@ def read_flags(
             listed = f"{word.flag} {text}" if setting.kind in LIST_KINDS else ""
             list_error = ""
     return parsed
+
+
+def _meant_by(argument: str) -> str:
+    """Return the flag for which an argument without one is a value; "" if it is not known."""
+    if argument == "help":
+        return "--help"
+    if argument.endswith(DATA_SUFFIXES) and is_file(argument):
+        return f"--dataset {argument}"
+    if is_file(str(find_config(argument))):
+        return f"--config {argument}"
+    if HUB_NAME.fullmatch(argument):
+        return f"--model_name {argument}"
+    return ""
 
 
 def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
@@ -336,6 +353,10 @@ def read_yaml(path: Path) -> Parsed:
         mark = getattr(error, "problem_mark", None)
         shown = f"{shown}:{mark.line + 1}" if mark else shown
         problem = f"not valid YAML: {getattr(error, 'problem', None) or reason(error)}."
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"not a text in UTF-8 (byte {error.start:,})."
+        if isinstance(error, OSError):
+            problem = f"cannot be read ({reason(error)})."
     if root is not None and not isinstance(root, yaml.MappingNode):
         problem = "a config is sections with settings, such as\ntrain:\n  lr: 1e-4"
     if problem:

@@ -3,8 +3,10 @@ may be missing."""
 
 import json
 import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -97,11 +99,34 @@ def problems_of_runs(names: Sequence[str]) -> list[str]:
             errors.append(f"{name}: {missing_run(folder)}")
         elif error := folder_problem(folder, "a run's directory"):
             errors.append(f"{name}: {error}")
-        elif not any((folder / file).is_file() for file in ("status.json", "metrics.jsonl")):
-            errors.append(
-                f"{name}: has neither status.json nor metrics.jsonl: not a run's directory."
-            )
+        elif not is_run(folder):
+            message = f"{name}: has neither status.json nor metrics.jsonl: not a run's directory."
+            around = next(filter(is_run, folder.absolute().parents[:2]), None)
+            if around is not None:  # of a checkpoint, or of the final model
+                shown = around if around == Path.cwd() else os.path.relpath(around)
+                message = f"{name}: is a part of a run. Name {shown}."
+            errors.append(message)
     return errors
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a directory has the files of a run."""
+    return any((folder / file).is_file() for file in ("status.json", "metrics.jsonl"))
+
+
+@contextmanager
+def corrupted_files_explained(names: Sequence[str]) -> Iterator[None]:
+    """Turn errors of the code inside into a UserError: files of another program, or corrupted ones,
+    may hold anything. `names`: of the runs, for the message."""
+    try:
+        yield
+    except (UserError, OSError):  # the output cannot be written
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{', '.join(names)}: cannot be shown, a file may be corrupted ({reason})."
+        ) from error
 
 
 def is_other_file(path: Path) -> bool:
@@ -250,7 +275,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         return dict(parse(path.read_text(encoding="utf-8")) if path.exists() else {})
     except CORRUPTED as error:
         raise UserError(
-            f"{path}: {reason(error)}\nWithout this file, the report has the rest."
+            f"{path}: corrupted ({reason(error)}).\nMove it away, and the rest of the run is shown."
         ) from error
 
 
@@ -273,8 +298,11 @@ def _metrics(text: str) -> dict[str, Any]:
     lines = text.split("\n")
     by_key = defaultdict[str, list[tuple[float, float]]](list)
     of_ranks = dict[str, list[float]]()
-    for line in lines[:-1]:  # the last line is empty or incomplete
-        record = json.loads(line)
+    for number, line in enumerate(lines[:-1], start=1):  # the last one is empty or incomplete
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON") from error
         for key, value in record.items():
             if isinstance(value, list):
                 of_ranks[key] = value

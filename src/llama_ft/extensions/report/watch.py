@@ -30,8 +30,8 @@ from llama_ft.extensions.report.run import (
     read_run,
     warnings_of,
 )
+from llama_ft.extensions.report.write import write_page
 from llama_ft.masking import mask_secrets, printable
-from llama_ft.processes import replace_text
 
 SECONDS_BETWEEN_LOOKS = 2.0
 SECONDS_BETWEEN_REPORTS = 30
@@ -105,7 +105,7 @@ def _versions(folder: Path, options: WatchFlags) -> Iterator[Run]:
         yield run
         if options.html and (started >= report_at or not is_running):
             refresh = SECONDS_BETWEEN_REPORTS if is_running else None
-            replace_text(folder / "report.html", report_page(run, options.price, refresh))
+            write_page(folder / "report.html", report_page(run, options.price, refresh))
             report_at = started + SECONDS_BETWEEN_REPORTS
         if not is_running:
             return
