@@ -246,6 +246,22 @@ def test_a_loss_that_did_not_fall_is_not_called_a_success(run_dir: Path, tmp_pat
         assert f"validation loss {words};" in report_page(read_run(run))
 
 
+def test_a_loss_of_an_earlier_step_says_so(run_dir: Path, tmp_path: Path) -> None:
+    """The run evaluates at steps 0, 20, 40 and 60."""
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for steps, words, below in (
+        (45, "fell from 3 to 2 at step 40", "at step 40; 3 before training"),
+        (15, "3 before training", "before training"),
+    ):
+        kept = lines[: steps + 1]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        (run / "status.json").write_text(json.dumps({"state": "stopped", "step": steps}))
+        page = report_page(read_run(run))
+        assert f"validation loss {words};" in page
+        assert f'<div class="muted">{below}</div>' in page
+
+
 def test_a_price_gives_the_cost_of_all_ranks(run_dir: Path) -> None:
     """2 ranks, 12 min 10 s, 3 per hour."""
     cards = re.findall(

@@ -54,7 +54,7 @@ def verdict_of(run: Run) -> str:
     for key, name in (("eval/loss", "validation loss"), ("eval/score", "score")):
         curve = run.curves.get(key)
         if curve is not None:
-            results.append(f"{name} {_change(curve)}{_size(run, key)}")
+            results.append(f"{name} {_change(curve)}{_size(run, key)}{_moment(run, curve)}")
     if not results:
         results.append(
             f"training loss {_change(run.curves['train/loss'])}, without a validation set"
@@ -73,6 +73,14 @@ def _change(curve: Curve) -> str:
     if abs(last - first) <= SAME_LOSS * abs(first):
         return f"{number(first)} before and {number(last)} after, no change"
     return f"{'fell' if last < first else 'rose'} from {number(first)} to {number(last)}"
+
+
+def _moment(run: Run, curve: Curve) -> str:
+    """Return when a number was computed, if the run has trained since; else ""."""
+    step = curve.steps[-1]
+    if step >= run.step:
+        return ""
+    return " before training" if step == 0 else f" at step {step:,.0f}"
 
 
 def _size(run: Run, key: str) -> str:
@@ -140,9 +148,9 @@ def _memory_card(run: Run) -> Card | None:
 def _result_card(run: Run, key: str, name: str) -> Card:
     steps, values = run.curves[key]
     more = list[str]()
-    if key.startswith("eval/") and (size := _size(run, key)):
+    if key.startswith("eval/") and (size := _size(run, key) + _moment(run, run.curves[key])):
         more.append(size.strip())
-    if steps[0] == 0:
+    if steps[0] == 0 and len(steps) > 1:
         more.append(f"{number(values[0])} before training")
     best, word = (
         (values.argmax(), "highest") if key == "eval/score" else (values.argmin(), "lowest")
