@@ -57,7 +57,7 @@ class Bar(NamedTuple):
 
 
 def read_bars() -> list[Bar]:
-    """Return all bars, in the order of the picture."""
+    """Return all bars in the order of the picture: of each card from the smallest to the largest."""
     [full] = [bar for bar in memory.read_bars() if bar["method"] == FULL]
     bars = []
     for card, label, source in BARS:
@@ -67,7 +67,7 @@ def read_bars() -> list[Bar]:
             [planned] = PLANNED.findall((CONFIGS / f"{source}.yaml").read_text())
             gib = float(planned)
         bars.append(Bar(card, label, gib))
-    return bars
+    return sorted(bars, key=lambda bar: (list(CARDS).index(bar.card), bar.gib))
 
 
 def describe() -> str:

@@ -456,7 +456,7 @@ def test_every_folder_of_the_package_is_described() -> None:
     described = set(
         re.findall(
             r"^\| `(\w+)` \|",
-            Page("docs/development/code-tour.md").text.partition("| folder of ")[2],
+            Page("docs/concepts/how-it-works.md").text.partition("| folder of ")[2],
             re.MULTILINE,
         )
     )

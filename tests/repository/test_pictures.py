@@ -21,7 +21,8 @@ LARGEST = 300_000  # bytes
 SMALLEST_TEXT = 13  # px
 PAGES = ("README.md", "docs/index.md", "docs/guides/memory.md", "docs/guides/packing-and-streaming.md",
          "docs/concepts/sharding.md", "docs/development/benchmarks.md", "docs/guides/hyperparameters.md",
-         "docs/concepts/how-it-works.md", "docs/development/trl-comparison.md")  # fmt: skip
+         "docs/concepts/how-it-works.md", "docs/concepts/memory-model.md",
+         "docs/development/trl-comparison.md")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,6 +77,28 @@ def test_the_recording_is_what_the_planner_prints(cache: Path) -> None:
 @pytest.mark.slow
 def test_the_bars_are_what_the_planner_says(cache: Path) -> None:
     assert plans.plan_methods(cache) == json.loads(memory.FIGURES.read_text())
+
+
+FIRST_FIGURES = {
+    "README.md": ["{gib} GiB; {minutes} minutes and {cost} per million tokens"],
+    "docs/getting-started/first-hour.md": [
+        "| {gib} of 23.5 GiB |", "| {minutes} minutes per million tokens;", "| {cost} per million tokens;",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIRST_FIGURES)
+def test_the_first_plan_of_a_page_prints_the_figures_beside_it(name: str, cache: Path) -> None:
+    page = Page(name)
+    with_prices = [command.text for command in page.commands() if "--price" in command.text]
+    printed = plans.run_plan(with_prices[0], cache)
+    [gib] = re.findall(r"A GPU needs ([\d.]+) GiB", printed)
+    [(minutes, cost)] = re.findall(
+        r"([\d.]+) min for 1 million tokens. Cost of these: ([\d.]+)\.", printed
+    )
+    for figures in FIRST_FIGURES[name]:
+        assert figures.format(gib=f"{float(gib):.1f}", minutes=minutes, cost=cost) in page.text
 
 
 def test_a_bar_that_does_not_fit_leaves_its_frame() -> None:
