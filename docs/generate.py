@@ -62,6 +62,7 @@ METRICS = {
         "",
         "MoE models: the routers' load-balancing loss before its coefficient, the mean over micro-batches.",
     ),
+    "train/reward": ("", "GRPO: mean reward of the answers of the step; [more](../guides/grpo.md#what-to-watch)."),
     "train/rewards/margins": ("", "Pairs: reward of the chosen response minus that of the rejected one."),
     "train/kl": ("nats", "KTO: estimate of the KL divergence from the reference, the mean over micro-batches."),
     "train/rewards/accuracies": ("share", "Pairs whose chosen response has the higher reward."),
@@ -83,6 +84,7 @@ METRICS = {
     "perf/mfu": ("share", "Model FLOPs per second over the published peak. Absent on CPUs, in fp32 and on GPUs whose "
                  "peak is not known."),
     "perf/matmul_utilization": ("share", "Model FLOPs per second over the matmul rate measured at the start."),
+    "perf/rollout_seconds": ("s", "GRPO: part of `perf/step_seconds` in which answers were generated and scored."),
     "perf/save_stall_seconds": ("s", "After a checkpoint: how long training waited for it."),
     "perf/save_seconds": ("s", "After a checkpoint: how long saving took."),
     "memory/host_peak_bytes": ("bytes", "Peak host memory, one number per rank."),

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from finetuning import RECIPE  # noqa: E402
 
-from llama_ft import data, models  # noqa: E402
+from llama_ft import data, models, training  # noqa: E402
 from llama_ft.data.media import media_reader  # noqa: E402
 from llama_ft.plan.free_memory import free_bytes  # noqa: E402
 from llama_ft.plan.preflight import resolve_checkpointing  # noqa: E402
@@ -43,6 +43,7 @@ def main(config: Config, options: PlanFlags) -> int:
     """Print the plan. Return the exit code: 0; with --fit 3 if only changed settings fit, 4 if none
     does."""
     folder, is_cpu = find_folder(config.model), config.train.device == "cpu"
+    config = training.resolve_format(config)
     config = resolve_checkpointing(config, "cpu" if is_cpu else "cuda")
     request = PlanRequest(
         config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda"

@@ -33,6 +33,11 @@ from finetuning import build_model  # noqa: E402
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.config import DataConfig  # noqa: E402
 from llama_ft.evaluation.pass_at_k import describe_pass_at_k  # noqa: E402
+from llama_ft.extensions.rollouts.make_rounds import (  # noqa: E402
+    RoundMaker,
+    describe,
+    sampling_facts,
+)
 from llama_ft.extensions.rollouts.policy import (  # noqa: E402
     checksum_of,
     find_policy,
@@ -43,14 +48,10 @@ from llama_ft.extensions.rollouts.prompts import PromptTokens, read_dataset  # n
 from llama_ft.extensions.rollouts.resume import find_rounds, locked  # noqa: E402
 from llama_ft.extensions.rollouts.rewards.pool import RewardPool, parse_reward  # noqa: E402
 from llama_ft.extensions.rollouts.rounds import (  # noqa: E402
-    Answer,
-    Round,
     RoundFacts,
     list_rounds,
     read_round,
     rollouts_of,
-    write_round,
-    write_unscored,
 )
 from llama_ft.extensions.rollouts.sampling import OwnSampler, Sampler, Sampling  # noqa: E402
 from llama_ft.extensions.rollouts.servers import ServerRequests, ServerSampler  # noqa: E402
@@ -94,7 +95,7 @@ def main(flags: RolloutFlags) -> None:
             num_generations=flags.num_generations,
             policy=policy.about,
             source=policy.sampler.source,
-            sampling=sampling_settings(flags, policy.sampling),
+            sampling=sampling_facts(policy.sampling, flags.prompts_per_step),
             seed=flags.seed,
             rewards=[],
             data={"dataset": flags.dataset, "sha256": dataset.sha256},
@@ -106,21 +107,14 @@ def main(flags: RolloutFlags) -> None:
             f"{plural(len(rounds), 'round')} of {flags.prompts_per_step} prompts with "
             f"{plural(flags.num_generations, 'answer')} each; {len(on_disk.finished)} complete"
         )
+        maker = RoundMaker(policy.sampler, pool, output_dir, ranks)
         for step, prompts in enumerate(rounds, 1):
             if step in on_disk.finished:
                 continue
             started = time.monotonic()
-            rollouts = on_disk.unscored.get(step)
-            if rollouts is None:
-                answers = policy.sampler.sample(prompts, step)
-                rollouts = Round(replace(facts, step=step), prompts, answers)
-                if ranks.is_main and pool is not None:
-                    write_unscored(output_dir, rollouts)
-            else:
-                log.info(f"round {step}: its answers are on disk, and are only scored")
-            if ranks.is_main:
-                rollouts = score(rollouts, pool)
-                write_round(output_dir, rollouts)
+            unscored = on_disk.unscored.get(step)
+            rollouts = maker.make(replace(facts, step=step), prompts, unscored)
+            if rollouts is not None:
                 seconds = time.monotonic() - started
                 log.info(f"round {step} of {len(rounds)}: {describe(rollouts)}, {seconds:.1f} s")
         if ranks.is_main:
@@ -192,65 +186,12 @@ def sampling_of(flags: RolloutFlags, stop_ids: list[int]) -> Sampling:
     )
 
 
-def sampling_settings(flags: RolloutFlags, sampling: Sampling) -> dict[str, Any]:
-    """Return what round.json says about the sampling. The seed and the number of answers have fields
-    of their own there."""
-    settings = {**vars(sampling), "prompts_per_step": flags.prompts_per_step}
-    return {name: settings[name] for name in settings if name not in ("seed", "num_generations")}
-
-
-def score(rollouts: Round, pool: RewardPool | None) -> Round:
-    """Return a round with the rewards of its answers.
-
-    Raises:
-        UserError: no answer has a reward.
-    """
-    if pool is None:
-        return rollouts
-    calls = []
-    for prompt, answers in zip(rollouts.prompts, rollouts.answers, strict=True):
-        calls += [(prompt.text, answer.text, prompt.sample) for answer in answers]
-    scored = pool.score(calls)
-    count = rollouts.facts.num_generations
-    log.info(pool.describe(scored, count))
-    if all(one.total is None for one in scored):
-        raise UserError(
-            f"--reward: no answer of round {rollouts.facts.step} has a reward; the lines above say why.\n"
-            "Its answers are kept. The same command scores them again, without generating."
-        )
-    remaining = iter(scored)
-    groups = [
-        [with_reward(answer, next(remaining)) for answer in group] for group in rollouts.answers
-    ]
-    facts = replace(rollouts.facts, rewards=pool.rewards(scored))
-    return Round(facts, rollouts.prompts, groups)
-
-
-def with_reward(answer: Answer, scored: Any) -> Answer:
-    """Return an answer with its rewards."""
-    return replace(answer, rewards=scored.values, total=scored.total)
-
-
 def totals_of(output_dir: Path) -> list[list[float | None]]:
     """Return the rewards of the answers to each prompt of all rounds."""
     totals = []
     for folder in list_rounds(output_dir):
         totals += [[answer.total for answer in group] for group in read_round(folder).answers]
     return totals
-
-
-def describe(rollouts: Round) -> str:
-    """Return the numbers of a round, for the log."""
-    answers = [answer for group in rollouts.answers for answer in group]
-    tokens = sum(len(answer.token_ids) for answer in answers)
-    truncated = sum(not answer.has_ended for answer in answers)
-    text = f"{plural(len(answers), 'answer')}, {tokens:,} tokens"
-    if truncated:
-        text += f", {truncated:,} truncated at --max_completion_length"
-    skipped = len(rollouts.prompts) - len(rollouts.groups())
-    if skipped and rollouts.facts.rewards and rollouts.facts.num_generations > 1:
-        text += f", {plural(skipped, 'prompt')} with fewer than two rewards"
-    return text
 
 
 if __name__ == "__main__":

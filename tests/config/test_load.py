@@ -29,8 +29,8 @@ from llama_ft.config.reading.dump import to_yaml
             "path/to/file.py:function. Did you mean AdamW?",
         ),
         (
-            "--objective grpo",
-            "--objective grpo: GRPO and PPO are not supported. Use TRL, axolotl or LLaMA-Factory for them.",
+            "--objective ppo",
+            "--objective ppo: PPO is not supported. Use TRL for it, or another objective.",
         ),
     ],
 )

@@ -27,11 +27,11 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 5800,  # datasets of extensions, the command as it was typed, configs of a model, long names
+    "": 6100,  # datasets and objectives of extensions, the command as it was typed, configs of a model
     "checkpoint": 11_200,
     "config": 21_000,  # what words without a flag mean, rollouts, several scored answers, packages of stores
     "cpu": 4700,
-    "data": 46_600,  # forms of traces, lengths kept, shared steps; room for the format of a tutorial
+    "data": 47_300,  # forms of traces, prompts of any format, shared steps; room for the format of a tutorial
     "evaluation": 3500,
     "export": 10_100,
     "extensions": 0,  # each has its own line below
@@ -39,7 +39,7 @@ TOKENS = {
     "extensions/images": 11_200,
     "extensions/kubeflow": 850,
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
-    "extensions/rollouts": 14_000,  # rounds, samplers, servers, rewards and conversions
+    "extensions/rollouts": 19_900,  # rounds, samplers, servers, rewards, conversions and GRPO
     "extensions/scores": 2200,
     "extensions/serving": 18_600,  # rules of edited adapters and probes, and of quantized bases
     "extensions/store": 9900,

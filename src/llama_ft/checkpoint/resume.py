@@ -21,10 +21,10 @@ from llama_ft.checkpoint.reader import (
 )
 from llama_ft.checkpoint.remote import RemoteCheckpoints, RemoteRun
 from llama_ft.checkpoint.run_directory import lock_continued_run
-from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
+from llama_ft.config import CheckpointConfig, Config, check_device
 from llama_ft.config.home import expanded
 from llama_ft.config.reading.load import with_present_names
-from llama_ft.config.settings.settings import SETTINGS
+from llama_ft.config.settings.settings import SETTINGS, values_of
 from llama_ft.config.wording.messages import describe_setting, format_value
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Ranks, advise_precision, log
@@ -302,13 +302,16 @@ def describe_run(config: Config) -> dict[str, Any]:
     }
 
 
-def global_batch(settings: TrainConfig, resumed: Checkpoint | None, ranks: Ranks) -> int:
+def global_batch(config: Config, resumed: Checkpoint | None, ranks: Ranks) -> int:
     """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number,
     also if torchrun has started the ranks again before the first checkpoint: with other ranks,
     batch size or accumulation the number of micro-batches changes."""
+    settings = config.train
     by_settings = (
         settings.batch_size_training * settings.gradient_accumulation_steps * ranks.data.size
     )
+    if name := config.preference.entry.samples_per_step:
+        by_settings = values_of(config)[name]
     size = by_settings
     if resumed is not None:
         size = int(resumed.trainer["global_batch"])

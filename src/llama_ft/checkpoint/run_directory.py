@@ -19,7 +19,7 @@ from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, read_by
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.config.data_names import is_url
 from llama_ft.config.home import expanded
-from llama_ft.config.objectives import PASS_FILES
+from llama_ft.config.objectives import FOLDERS, PASS_FILES
 from llama_ft.config.paths import (
     RUN_DIRECTORIES,
     RUN_ENTRIES,
@@ -252,7 +252,7 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, is_restarted: 
             f"--output_dir {folder}: already holds a run or its final model. --overwrite replaces it."
         )
     if is_restarted or not settings.overwrite:
-        held = [path for path in held if path.name not in PASS_FILES]
+        held = [path for path in held if path.name not in (*PASS_FILES, *FOLDERS)]
     if held:
         log.info(f"Removing the previous run in {folder}: {', '.join(path.name for path in held)}")
     for path in held:

@@ -1,74 +1,26 @@
 """The objectives that --objective can name, and their settings.
 
-An objective is a class in training/objectives/ and an entry of `OBJECTIVES` here. What settings,
+An objective is a class in training/objectives/ and an entry of `OBJECTIVES` here, or comes with an
+extension. What settings,
 help, messages, data and models need to know of it is in its entry, because nothing here imports
 torch; the class is loaded when the objective is built.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from llama_ft import door
 from llama_ft.config.value_types import STRICT, Count
+from llama_ft.door import ObjectiveEntry, PassEntry
 
 PREFERENCE = "preference"
 UNPAIRED = "unpaired_preference"
+PROMPTS = "prompts"  # of samples of any format
 # Settings of objectives whose model writes text: answers during training, and tasks.
 OF_TEXT = ("sample_tokens", "eval_tasks")
-# What the value of a setting must be: the name of a model; the same, but not needed if a run is
-# resumed; a file to read, or to write if it does not exist.
-PathKind = Literal["model", "model_of_new_run", "file"]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PassEntry:
-    """What is known, without torch, of a pass of a model over all samples before training.
-
-    Attributes:
-        file: what it stores in the run's directory.
-        paths: its settings that name a model or a file -> what they name.
-        is_needed: tells whether there is a pass, from all settings by field name as attributes.
-        why_no_stream: what is wrong with streamed samples.
-        in_checkpoints: each checkpoint has a copy of the file.
-        why_no_column: what is wrong with samples without the column that is read if no setting names
-            a model or a file. Empty: no column is read.
-    """
-
-    file: str
-    paths: dict[str, PathKind]
-    is_needed: Callable[[Any], Any]
-    why_no_stream: str
-    in_checkpoints: bool = False
-    why_no_column: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectiveEntry:
-    """What is known, without torch, of an objective.
-
-    Attributes:
-        implementation: its module and class.
-        settings: settings that have an effect only with the objectives that list them.
-        formats: dataset formats of its samples; `--dataset_format auto` becomes the first one.
-            Empty: any format of one response per sample.
-        metrics: what an evaluation measures in addition to the loss, for --best_by.
-        first_pass: a pass of a model over all samples before training.
-        has_images: samples may have images.
-        has_score: the model gets a head for scores in place of the LM head.
-        other_names: its names in other trainers, in lower case.
-    """
-
-    implementation: str
-    settings: tuple[str, ...]
-    formats: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = ("rewards/accuracies", "rewards/margins")
-    first_pass: PassEntry | None = None
-    has_images: bool = False
-    has_score: bool = False
-    other_names: str = ""
 
 
 def stores_reference(s: Any) -> bool:
@@ -113,6 +65,7 @@ OBJECTIVES: dict[str, ObjectiveEntry] = {
             "loss_type",
         ),
         metrics=("perplexity",),
+        loss_types=("nll", "dft"),
         has_images=True,
     ),
     "distill": ObjectiveEntry(
@@ -171,16 +124,21 @@ OBJECTIVES: dict[str, ObjectiveEntry] = {
         has_score=True,
         other_names="rm",
     ),
+    **door.objectives(),
 }
 _PASSES = [entry.first_pass for entry in OBJECTIVES.values()]
 PASSES = [entry for entry in dict.fromkeys(_PASSES) if entry is not None]
 PASS_FILES = [entry.file for entry in PASSES]
+FOLDERS = [entry.folder for entry in OBJECTIVES.values() if entry.folder]
+LOSS_TYPES = [name for entry in OBJECTIVES.values() for name in entry.loss_types]
 FILES_OF_CHECKPOINTS = [entry.file for entry in PASSES if entry.in_checkpoints]
 DEFAULT_OBJECTIVE = next(iter(OBJECTIVES))
 if TYPE_CHECKING:
     ObjectiveName = str
+    LossType = str
 else:
     ObjectiveName = Literal[tuple(OBJECTIVES)]
+    LossType = Literal[tuple(LOSS_TYPES)]
 
 
 @dataclass(config=STRICT, kw_only=True)

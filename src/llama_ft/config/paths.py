@@ -21,9 +21,10 @@ import yaml
 
 from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of, kind_of_data
 from llama_ft.config.home import expanded
-from llama_ft.config.objectives import PASS_FILES, PASSES, PathKind
+from llama_ft.config.objectives import FOLDERS, PASS_FILES, PASSES
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.config.wording.messages import describe_setting, missing_file, nearest
+from llama_ft.door import PathKind
 from llama_ft.errors import UserError, rank, reason
 from llama_ft.masking import is_clean, is_url_with_secret
 from llama_ft.processes import attempt, may_be_restarted
@@ -53,10 +54,10 @@ SHOWN_ENTRIES = 3  # names of other files in a warning
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
     "profile", "tensorboard", "wandb",
-    *PASS_FILES, BAD_SAMPLES_FILE, FETCHED_FILE,
+    *PASS_FILES, *FOLDERS, BAD_SAMPLES_FILE, FETCHED_FILE,
 )  # fmt: skip
 # of these; the others are files
-RUN_DIRECTORIES = {"checkpoints", "model", "profile", "tensorboard", "wandb"}
+RUN_DIRECTORIES = {"checkpoints", "model", "profile", "tensorboard", "wandb", *FOLDERS}
 # The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs
 # stay.
 CHECKPOINT_ENTRIES = re.compile(r"(\.writing-|\.removing-)?step-\d{6,}|\.?best\.json")

@@ -12,9 +12,11 @@ from typing import Any
 
 from llama_ft.config.data_names import has_splits, is_url, kind_of_data
 from llama_ft.config.objectives import (
+    LOSS_TYPES,
     OBJECTIVES,
     PASSES,
     PREFERENCE,
+    PROMPTS,
     UNPAIRED,
     PassEntry,
     first_pass_of,
@@ -137,6 +139,14 @@ VALUE_RULES: tuple[Rule, ...] = (
     ),
 )
 RULES: tuple[Rule, ...] = (
+    (
+        "loss_type",
+        lambda s: (
+            s.loss_type not in (LOSS_TYPES[0], *OBJECTIVES[s.objective].loss_types)
+            and has_setting("loss_type", s.objective)
+        ),
+        "is {}, which is of another objective than {objective}. Choose one of this objective, or leave it out.",
+    ),
     (
         "sequence_parallel_size",
         lambda s: s.sequence_parallel_size > 1 and s.batching_strategy != "packing",
@@ -334,6 +344,12 @@ RULES: tuple[Rule, ...] = (
     ),
     _needs_objective(PREFERENCE),
     _needs_objective(UNPAIRED),
+    (
+        "dataset_format",
+        lambda s: s.dataset_format not in ("auto", PROMPTS) and _reads(PROMPTS, s),
+        "is {}, but objective {objective} needs prompts, and finds those of any format. Leave it out.",
+    ),
+    _needs_objective(PROMPTS),
     (
         "truncation",
         lambda s: s.truncation == "split" and not _has_one_response(s),

@@ -20,14 +20,10 @@ from llama_ft.data.media import media_reader
 from llama_ft.data.read.files import samples_of_file
 from llama_ft.data.read.formats import (
     PREFERENCE,
-    ROLES,
     BadSample,
     Sample,
-    alpaca_messages,
-    chat_messages,
     find_format,
-    preferred,
-    prompt_completion,
+    prompt_of,
     tools_of,
 )
 from llama_ft.data.read.media import (
@@ -39,7 +35,7 @@ from llama_ft.data.read.media import (
 )
 from llama_ft.data.read.reshape import reshaped
 from llama_ft.data.read.sources import Source
-from llama_ft.data.read.values import check_numbers, in_own_names
+from llama_ft.data.read.values import in_own_names
 from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answerer, Messages
@@ -51,10 +47,6 @@ from llama_ft.training import free_unsharded
 with suppress(ImportError):  # some builds of Python lack it; input() then has no history
     import readline  # noqa: F401
 
-PROMPT_FORMS = (
-    'expected a column "prompt", "instruction", "messages" or "conversations"; or a .txt file of '
-    "prompts. --columns says which column is which."
-)
 RESPONSE_FORMS = (
     "expected a chat, a prompt and a completion, or a pair. --columns says which column is which."
 )
@@ -161,35 +153,6 @@ def _with_media(sample: Sample, place: str) -> Sample:
 def prompts_have_media(prompts: Prompts) -> bool:
     """Return whether a prompt of `read_prompts` is more than text."""
     return any(media_paths(prompt) for _, prompt in prompts if not isinstance(prompt, str))
-
-
-def prompt_of(sample: Sample) -> Messages | str:
-    """Return the prompt of a sample in a training format. Its last response may be missing."""
-    check_numbers(sample, ("tools", "prompt", "messages", "conversations"))
-    tools_of(sample)
-    if isinstance(sample.get("prompt"), str):
-        if not sample["prompt"].strip():
-            raise BadSample('"prompt" is empty; expected a text or a list of messages.')
-        return str(prompt_completion({**sample, "completion": "."})[0])
-    if "instruction" in sample:
-        return alpaca_messages({**sample, "output": "."})[:-1]
-    if "chosen" in sample and "prompt" not in sample:
-        content = preferred(sample)
-        return content[:-1] if isinstance(content, list) else str(content[0])
-    column = next(
-        (name for name in ("prompt", "messages", "conversations") if name in sample), None
-    )
-    if column is None:
-        raise BadSample(PROMPT_FORMS)
-    chat = sample[column]
-    if isinstance(chat, list) and chat and isinstance(chat[-1], dict):
-        last = chat[-1]
-        named = last.get("from", last.get("role"))  # ShareGPT's name of the field, or the usual one
-        if ROLES.get(str(named)) == "system":
-            raise BadSample(f'"{column}" ends with a system message; expected one of the user.')
-        if ROLES.get(str(named)) != "assistant":
-            chat = [*chat, {"role": "assistant", "content": "."}]
-    return chat_messages({**sample, column: chat}, column)[:-1]
 
 
 def _name(number: int, options: InferenceFlags) -> str:

@@ -11,6 +11,7 @@ from llama_ft.runtime.console import console as rank0_console
 
 FORMATS = {
     "train/loss": "loss {:.4g}",
+    "train/reward": "reward {:.4g}",
     "train/rewards/margins": "margin {:.3g}",
     "train/lr": "lr {:.1e}",
     "train/grad_norm": "grad_norm {:.3g}",

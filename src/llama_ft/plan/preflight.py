@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from llama_ft.config import Config
+from llama_ft.config.settings.settings import values_of
 from llama_ft.config.wording.messages import size_text
 from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
@@ -83,16 +84,24 @@ class Preflight:
         self._free_on_host = free_bytes(torch.device("cpu"), ranks.local_world_size)
         if self._pipe is not None:
             train = dataset.report.train
+            longest_example = dataset.longest_example
+            target_share = dataset.target_share
+            size = steps.size
+            # An objective that makes its own batches adds tokens to each sample, and samples.
+            if name := config.preference.entry.added_tokens:
+                longest_example = (longest_example or 0) + values_of(config)[name]
+                target_share = 1.0
+                size = None
             request = PlanRequest(
                 config,
                 folder,
                 world_size=ranks.world_size,
                 local_world_size=ranks.local_world_size,
                 device=ranks.target.device,
-                longest_example=dataset.longest_example,
+                longest_example=longest_example,
                 new_tokens=new_tokens,
-                target_share=dataset.target_share,
-                size=steps.size,
+                target_share=target_share,
+                size=size,
                 has_validation=bool(dataset.validations),
                 samples=(train.samples, train.target_tokens),
                 media=planned_media(config, dataset),

@@ -39,6 +39,7 @@ class RunInputs:
         batches: the plan of all steps.
         description: for trainer.json; a resumed run must have the same.
         evaluation: of the model: losses and answers.
+        objective: what is trained.
     """
 
     config: Config
@@ -48,6 +49,7 @@ class RunInputs:
     batches: data.TrainingBatches
     description: dict[str, Any]
     evaluation: Evaluation
+    objective: training.Objective
 
 
 def find_model(config: Config, ranks: Ranks) -> BaseModel:
@@ -154,6 +156,7 @@ def resolve_inputs(
         batches,
         description,
         Evaluation(base.tokenizer, prompts, scores),
+        objective,
     )
 
 

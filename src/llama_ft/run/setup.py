@@ -120,7 +120,7 @@ def take_newer(
         return dataclasses.replace(setup, resumed=resumed)
     check_same_run(resumed, config, inputs, setup.origins)
     check_not_beyond(resumed, batches)
-    if checkpoint.global_batch(config.train, resumed, setup.ranks) != setup.global_batch:
+    if checkpoint.global_batch(config, resumed, setup.ranks) != setup.global_batch:
         raise RunFailure(
             f"{resumed.folder}: was uploaded while this run was starting, and has another global batch "
             f"than {setup.global_batch}. Start the same command again."
@@ -167,13 +167,14 @@ def start_run(
         global_batch = 0
         layout = ""
         if not is_finished:
-            global_batch = checkpoint.global_batch(config.train, resumed, ranks)
+            global_batch = checkpoint.global_batch(config, resumed, ranks)
             is_packed = config.data.batching_strategy == "packing"
             layout = ranks.describe(
                 config.train.batch_size_training,
                 config.train.gradient_accumulation_steps,
                 global_batch,
                 unit="packed sequence" if is_packed else "sample",
+                setting=config.preference.entry.samples_per_step,
             )
             log.info(layout)
             if ranks.is_main:

@@ -284,6 +284,7 @@ class Ranks:
         micro_batches: int,
         global_batch: int,
         unit: Literal["sample", "packed sequence"] = "sample",
+        setting: str = "",
     ) -> str:
         """Return a text about the devices, and how parameters and batches are distributed. All
         ranks must call it.
@@ -293,6 +294,7 @@ class Ranks:
             micro_batches: number per optimizer step of one rank.
             global_batch: samples, or packed sequences, per optimizer step of all ranks.
             unit: what these numbers count.
+            setting: the setting that is the global batch; empty: it is the product of the others.
         """
         notes = self.gather(self.device_note)
         is_one_process = self.world_size == 1
@@ -309,7 +311,9 @@ class Ranks:
             lines.append(f"{count} x {note}")
         if self.storage_device != self.device:
             lines.append("parameters and optimizer state in host memory")
-        if global_batch == self.data.size * batch_size * micro_batches:
+        if setting:
+            product = setting
+        elif global_batch == self.data.size * batch_size * micro_batches:
             shared = ""
             if self.data.processes > 1:
                 shared = f" / sequence_parallel_size ({self.data.processes})"

@@ -40,7 +40,8 @@ class DataConfig:
     """alpaca: instruction, input, output. messages: a chat of role and content. sharegpt:
     conversations of from and value. prompt_completion. preference: chosen, rejected, optionally
     prompt. unpaired_preference: prompt, completion, label. text: continued pre-training. tokenized:
-    input_ids, optionally labels. auto: by the columns and the objective."""
+    input_ids, optionally labels. prompts: those of samples of any format, for grpo. auto: by the
+    columns and the objective."""
 
     columns: list[str] = Field(default_factory=list)
     """Columns that have other names in the data than in the format, as

@@ -24,7 +24,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft import door
-from llama_ft.config.objectives import PreferenceConfig
+from llama_ft.config.objectives import LossType, PreferenceConfig
 from llama_ft.config.settings.added_sections import check_names
 from llama_ft.config.settings.data_settings import DataConfig, DatasetPart
 from llama_ft.config.settings.output_settings import (
@@ -204,10 +204,10 @@ class TrainConfig:
     loraplus_lr_ratio: Rate = 1.0
     """LoRA+: learning rate of the adapters' B matrices, as a multiple of lr; its authors use 16."""
 
-    loss_type: Literal["nll", "dft"] = "nll"
-    """sft: nll is the cross-entropy. dft, Dynamic Fine-Tuning, multiplies the cross-entropy of each
-    token by the token's probability, so that unlikely tokens change the model less (TRL's
-    loss_type)."""
+    loss_type: LossType = "nll"
+    """TRL's loss_type. sft: nll is the cross-entropy; dft, Dynamic Fine-Tuning, multiplies it by the
+    token's probability, so that unlikely tokens change the model less. grpo: dapo, its default, is a
+    mean over all tokens; grpo and dr_grpo are means over answers, of means and of sums of tokens."""
 
     label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a target's probability that is spread over the whole vocabulary; the validation loss

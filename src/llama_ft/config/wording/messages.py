@@ -56,10 +56,9 @@ OTHER_PROGRAMS: dict[str, str] = dict.fromkeys(
 )
 
 # Values that are spelled like another value, and what to say instead of "Did you mean".
-UNSUPPORTED_VALUES: dict[tuple[str, str], str] = dict.fromkeys(
-    (("objective", "grpo"), ("objective", "ppo")),
-    "GRPO and PPO are not supported. Use TRL, axolotl or LLaMA-Factory for them.",
-)
+UNSUPPORTED_VALUES: dict[tuple[str, str], str] = {
+    ("objective", "ppo"): "PPO is not supported. Use TRL for it, or another objective.",
+}
 
 
 def describe_setting(name: str, origins: Mapping[str, str]) -> str:

@@ -15,7 +15,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from llama_ft.config.home import expanded
 from llama_ft.data.chat.template_limits import ExceededLimit, exceeded_limit, limited
-from llama_ft.data.read.formats import REASONING, BadSample, Message
+from llama_ft.data.read.chats import REASONING
+from llama_ft.data.read.formats import BadSample, Message
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.packaged import PACKAGED
 

@@ -18,7 +18,8 @@ from llama_ft.data.chat.chat_template import (
     template_for,
     turn_ends,
 )
-from llama_ft.data.read.formats import REASONING, BadSample, Message
+from llama_ft.data.read.chats import REASONING
+from llama_ft.data.read.formats import BadSample, Message
 from llama_ft.errors import plural
 
 if TYPE_CHECKING:

@@ -8,13 +8,11 @@ from itertools import compress
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from llama_ft.config.objectives import PREFERENCE, UNPAIRED, objectives_text
-from llama_ft.data.read.media import EXPECTED, MediaPart, check_role, has_media
+from llama_ft.config.objectives import PREFERENCE, PROMPTS, UNPAIRED, objectives_text
+from llama_ft.data.read.chats import ROLES, Message, checked_chat
 from llama_ft.data.read.traces.forms import in_openai_form, tool_in_openai_form
-from llama_ft.data.read.traces.results import check_results
 from llama_ft.data.read.traces.trace_form import PlacedMessage
 from llama_ft.data.read.values import (
-    LOSS_KEYS,
     MISSING,
     BadSample,
     Sample,
@@ -22,15 +20,17 @@ from llama_ft.data.read.values import (
     expect,
     is_blank,
     list_of_objects,
-    loss_weight,
     parsed_if_text,
     refuse_not_finite,
     response_text,
 )
 from llama_ft.errors import UserError
 
+PROMPT_FORMS = (
+    'expected a column "prompt", "instruction", "messages" or "conversations"; or a .txt file of '
+    "prompts. --columns says which column is which."
+)
 SampleFormat = str
-Message = dict[str, Any]
 
 
 class TokenizedSample(NamedTuple):
@@ -62,23 +62,8 @@ class Format(NamedTuple):
 
 LOG_PROBABILITIES = "logprobs"  # vLLM's name; see training/objectives/teacher.py
 RESPONSES = ("output", "completion", "chosen", "rejected")  # columns that may hold a class
-# keys in which servers return reasoning content
-REASONING = ("reasoning_content", "reasoning", "thinking")
 # columns of tokens with which TRL and others say what is in the loss
 TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-ROLES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-    "function": "tool", "observation": "tool", "function_response": "tool", "developer": "system",
-    "system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
-}  # fmt: skip
-# role of a message, None before the first one -> roles that may follow
-ROLES_AFTER = {
-    None: ("system", "user"),
-    "system": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool", "user"),
-}
 
 
 def find_format(dataset: str, columns: Collection[str], format_name: str) -> SampleFormat:
@@ -96,7 +81,11 @@ def find_format(dataset: str, columns: Collection[str], format_name: str) -> Sam
         UserError: the columns fit no format, several, or not the one asked for.
     """
     column_names = set(columns)
-    fitting = [name for name, one in FORMATS.items() if column_names.issuperset(one.required)]
+    fitting = [
+        name
+        for name, one in FORMATS.items()
+        if column_names.issuperset(one.required) and (name != PROMPTS or format_name == PROMPTS)
+    ]
     if format_name in fitting:
         return format_name
     plainly = [name for name in fitting if name not in ("text", PREFERENCE)] or fitting
@@ -114,7 +103,8 @@ def find_format(dataset: str, columns: Collection[str], format_name: str) -> Sam
         )
     if format_name == "auto" and len(plainly) == 1:
         return plainly[0]
-    formats = [f"{name} ({' and '.join(one.required)})" for name, one in FORMATS.items()]
+    named = {name: one for name, one in FORMATS.items() if name != PROMPTS}
+    formats = [f"{name} ({' and '.join(one.required)})" for name, one in named.items()]
     fit = " and ".join(plainly) or "no format"
     raise UserError(
         f"{dataset}: its columns are {', '.join(sorted(columns))}, which fit {fit}; "
@@ -145,7 +135,7 @@ def alpaca_messages(sample: Sample, *, input_heading: str = "") -> list[Message]
         messages.append((f"history[{number}][1]", {"role": "assistant", "content": response}))
     messages.append(("instruction", {"role": "user", "content": instruction}))
     messages.append(("output", {"role": "assistant", "content": output}))
-    return _checked_chat(_with_system(sample, messages))
+    return checked_chat(_with_system(sample, messages))
 
 
 def _history(sample: Sample) -> list[list[Any]]:
@@ -169,7 +159,7 @@ def chat_messages(sample: Sample, column: str = "messages") -> list[Message]:
     Raises:
         BadSample: naming the message and the field.
     """
-    return _checked_chat(_with_system(sample, _messages(sample, column)))
+    return checked_chat(_with_system(sample, _messages(sample, column)))
 
 
 def prompt_completion(sample: Sample, completion: str = "completion") -> Content:
@@ -193,7 +183,7 @@ def prompt_completion(sample: Sample, completion: str = "completion") -> Content
         system = "" if is_blank(sample.get("system")) else _text(sample, "system") + "\n\n"
         return system + _text(sample, "prompt"), _text(sample, completion)
     prompt = _with_system(sample, _messages(sample, "prompt"))
-    messages = _checked_chat([*prompt, *_messages(sample, completion)])
+    messages = checked_chat([*prompt, *_messages(sample, completion)])
     first_role = messages[len(prompt)]["role"]
     expect(first_role == "assistant", f"{completion}[0].role", first_role, "assistant")
     for message in messages[: len(prompt)]:
@@ -309,7 +299,7 @@ def _chat_pair(sample: Sample) -> tuple[list[Any], list[Any], list[Any]]:
         return prompt, chosen, rejected
     # Both are whole chats. What they begin with is the prompt.
     for column in ("chosen", "rejected"):
-        _checked_chat(_messages(sample, column))
+        checked_chat(_messages(sample, column))
     shared = []
     for message, other in zip(chosen, rejected, strict=False):
         if message != other:
@@ -322,6 +312,43 @@ def _chat_pair(sample: Sample) -> tuple[list[Any], list[Any], list[Any]]:
         is_response = has_prompt and _role(response) == "assistant"
         expect(is_response, f"{column}[{at}]", response, "a response to a prompt that both share")
     return shared, chosen[at:], rejected[at:]
+
+
+def prompt_of(sample: Sample) -> list[Message] | str:
+    """Return the prompt of a sample in a training format. Its last response may be missing."""
+    check_numbers(sample, ("tools", "prompt", "messages", "conversations"))
+    tools_of(sample)
+    if isinstance(sample.get("prompt"), str):
+        if not sample["prompt"].strip():
+            raise BadSample('"prompt" is empty; expected a text or a list of messages.')
+        return str(prompt_completion({**sample, "completion": "."})[0])
+    if "instruction" in sample:
+        return alpaca_messages({**sample, "output": "."})[:-1]
+    if "chosen" in sample and "prompt" not in sample:
+        content = preferred(sample)
+        return content[:-1] if isinstance(content, list) else str(content[0])
+    column = next(
+        (name for name in ("prompt", "messages", "conversations") if name in sample), None
+    )
+    if column is None:
+        raise BadSample(PROMPT_FORMS)
+    chat = sample[column]
+    if isinstance(chat, list) and chat and isinstance(chat[-1], dict):
+        last = chat[-1]
+        named = last.get("from", last.get("role"))  # ShareGPT's name of the field, or the usual one
+        if ROLES.get(str(named)) == "system":
+            raise BadSample(f'"{column}" ends with a system message; expected one of the user.')
+        if ROLES.get(str(named)) != "assistant":
+            chat = [*chat, {"role": "assistant", "content": "."}]
+    return chat_messages({**sample, column: chat}, column)[:-1]
+
+
+def prompt_only(sample: Sample) -> Content:
+    """Return the prompt of a sample, see `prompt_of`, and a full stop in place of its response."""
+    prompt = prompt_of(sample)
+    if isinstance(prompt, str):
+        return prompt, "."
+    return [*prompt, {"role": "assistant", "content": "."}]
 
 
 def plain_text(sample: Sample) -> tuple[str, str]:
@@ -370,36 +397,6 @@ def tools_of(sample: Sample) -> list[dict[str, Any]] | None:
     return list(map(tool_in_openai_form, tools)) or None
 
 
-def content_text(content: Any, place: str, expected: str = EXPECTED) -> str:
-    """Return a text, or the text of a list of parts.
-
-    Raises:
-        BadSample: it is something else.
-    """
-    if isinstance(content, list):
-        for number, part in enumerate(content):
-            expect(_is_text_part(part), f"{place}[{number}]", part, expected)
-        return "".join(part["text"] for part in content)
-    expect(isinstance(content, str), place, content, expected)
-    return str(content)
-
-
-def _text_and_media(content: list[Any], role: str | None, place: str) -> list[dict[str, str]]:
-    """Return the parts of a message's content, which are not all text."""
-    check_role(role, place)
-    parts = list[dict[str, str]]()
-    for number, part in enumerate(content):
-        if isinstance(part, MediaPart):
-            parts.append(part)
-        else:
-            parts.append({"type": "text", "text": content_text([part], f"{place}[{number}]")})
-    return parts
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
-
-
 def _messages(sample: Sample, column: str) -> list[PlacedMessage]:
     """Return the messages of a column, each with its place."""
     messages: Any = sample.get(column, MISSING)
@@ -420,92 +417,6 @@ def _with_system(sample: Sample, messages: list[PlacedMessage]) -> list[PlacedMe
     if isinstance(first, dict) and first.get("role") in ("system", "developer"):
         return messages
     return [("system", {"role": "system", "content": system}), *messages]
-
-
-def _checked_chat(chat: list[PlacedMessage]) -> list[Message]:
-    """Check messages one after another, and return them without their places."""
-    messages = list[Message]()
-    previous_role = None
-    for place, message in chat:
-        checked = _checked_message(message, place, previous_role)
-        previous_role = checked["role"]
-        messages.append(checked)
-    last_place, _ = chat[-1]
-    is_response = previous_role == "assistant"
-    expect(is_response, last_place, previous_role, "an assistant's message as the last")
-    places = [place for place, _ in chat]
-    check_results(zip(places, messages, strict=True))
-    return messages
-
-
-def _checked_message(message: Any, place: str, previous_role: str | None) -> Message:
-    """Check a message that follows one of `previous_role`; None: it is the first."""
-    expect(isinstance(message, dict), place, message, "an object of role and content")
-    # ShareGPT's keys
-    keys = ("from", "value") if "from" in message else ("role", "content")
-    role_key, content_key = keys
-    role = ROLES.get(str(message.get(role_key)))
-    roles = ROLES_AFTER[previous_role]
-    expected_role = f"{' or '.join(roles)} here"
-    expect(role in roles, f"{place}.{role_key}", message.get(role_key, MISSING), expected_role)
-    content = message.get(content_key, MISSING)
-    calls = message.get("tool_calls")
-    if calls and content in (None, MISSING):
-        content = ""
-    text: Any
-    if has_media(content):
-        text = _text_and_media(content, role, f"{place}.{content_key}")
-    else:
-        text = content_text(content, f"{place}.{content_key}")
-        may_be_empty = calls or role in ("system", "tool")
-        expect(text.strip() or may_be_empty, f"{place}.{content_key}", "", f"what the {role} says")
-    others = {}
-    for key, value in message.items():
-        if key not in keys and value is not None:
-            others[key] = value
-    if calls:
-        objects = list_of_objects(calls, f"{place}.tool_calls")
-        others["tool_calls"] = [
-            _call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(objects)
-        ]
-    for key in REASONING:
-        if key in others:
-            others[key] = content_text(
-                others[key], f"{place}.{key}", "text, or a list of text parts"
-            )
-    if role == "assistant":
-        weight = loss_weight(others, place)
-        others = {key: value for key, value in others.items() if key not in LOSS_KEYS}
-        if weight is not None:
-            others["weight"] = weight
-    return {"role": role, "content": text, **others}
-
-
-def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object.
-
-    OpenAI's arguments are JSON text. Templates write objects as JSON, and would quote text a second
-    time.
-    """
-    if "function" in call:
-        function = call["function"]
-        expect(isinstance(function, dict), f"{place}.function", function, "an object")
-        return {**call, "function": _call(function, f"{place}.function")}
-    if "arguments" not in call:
-        _check_name(call, place)
-        return call
-    arguments = parsed_if_text(call, "arguments", f"{place}.")
-    if isinstance(arguments, str):  # some servers and scripts encode them twice
-        arguments = parsed_if_text({"arguments": arguments}, "arguments", f"{place}.")
-    arguments = {} if arguments is None else arguments
-    expect(isinstance(arguments, dict), f"{place}.arguments", call["arguments"], "an object")
-    _check_name(call, place)
-    return {**call, "arguments": arguments}
-
-
-def _check_name(call: dict[str, Any], place: str) -> None:
-    name = call.get("name", MISSING)
-    expect(isinstance(name, str) and name, f"{place}.name", name, "the name of a function")
 
 
 def _role(message: Any) -> str | None:
@@ -565,6 +476,21 @@ FORMATS: dict[str, Format] = {
     PREFERENCE: Format(("chosen", "rejected"), ("prompt", "system", "tools"), preferred),
     UNPAIRED: Format(("prompt", "completion", "label"), ("system", "tools"), labelled),
     "text": Format(("text",), (), plain_text),
+    PROMPTS: Format(
+        (),
+        (
+            "prompt",
+            "messages",
+            "conversations",
+            "instruction",
+            "input",
+            "history",
+            "chosen",
+            "system",
+            "tools",
+        ),
+        prompt_only,
+    ),
     # logprobs: of a teacher
     "tokenized": Format(
         ("input_ids",),

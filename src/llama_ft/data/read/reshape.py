@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from llama_ft.config.objectives import PROMPTS
 from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data.read.files import Samples
 from llama_ft.data.read.formats import (
@@ -200,8 +201,8 @@ def _fit(columns: Collection[str]) -> bool:
     """Return whether one of the formats that are recognized by their columns fits."""
     names = set(columns)
     fitting = [name for name, one in FORMATS.items() if names.issuperset(one.required)]
-    # Pairs are not recognized: objective and format must ask for them.
-    return any(name != PREFERENCE for name in fitting)
+    # Pairs and prompts are not recognized: objective and format must ask for them.
+    return any(name not in (PREFERENCE, PROMPTS) for name in fitting)
 
 
 def describe_columns(dataset: Source, sample_format: str, with_media: bool) -> str:
@@ -219,7 +220,7 @@ def describe_columns(dataset: Source, sample_format: str, with_media: bool) -> s
             used.append(column)
     text = f"format {sample_format}, columns {', '.join(used)}"
     ignored = sorted(columns.difference(supported))
-    if ignored:
+    if ignored and sample_format != PROMPTS:  # rewards get whole samples
         text += f"; ignored: {', '.join(ignored)}"
     return text
 

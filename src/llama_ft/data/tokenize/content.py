@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from llama_ft.data.read.chats import REASONING
 from llama_ft.data.read.formats import (
     FORMATS,
     PREFERENCE,
-    REASONING,
     Content,
     Message,
     Sample,

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from llama_ft.config.data_names import data_suffix
+from llama_ft.data.read.chats import REASONING
 from llama_ft.data.read.formats import (
     FORMATS,
     PREFERENCE,
-    REASONING,
     RESPONSES,
     ROLES,
     UNPAIRED,

@@ -1,10 +1,10 @@
 """`llama-ft rollout` samples answers to prompts, scores them and writes them in rounds, which are
-a dataset of the training recipe."""
+a dataset of the training recipe. `--objective grpo` trains on a round in each step."""
 
 import os
 from pathlib import Path
 
-from llama_ft.door import Extension, Verb
+from llama_ft.door import Extension, ObjectiveEntry, Verb
 
 
 def holds_rounds(directory: Path) -> bool:
@@ -15,7 +15,44 @@ def holds_rounds(directory: Path) -> bool:
     return is_round or any(folder.glob("*/round.json"))
 
 
+GRPO = ObjectiveEntry(
+    "llama_ft.extensions.rollouts.grpo.objective:Grpo",
+    settings=(
+        "sample_tokens",
+        "eval_tasks",
+        "kl_beta",
+        "loss_type",
+        "reward",
+        "reward_timeout",
+        "reward_memory",
+        "reward_processes",
+        "num_generations",
+        "prompts_per_step",
+        "max_completion_length",
+        "temperature",
+        "generate_batch_size",
+        "epsilon",
+        "epsilon_high",
+        "importance_sampling_level",
+        "scale_rewards",
+        "equal_groups",
+        "mask_truncated_completions",
+        "importance_weights",
+        "importance_clip_max",
+    ),
+    formats=("prompts",),
+    metrics=(),
+    loss_types=("dapo", "grpo", "dr_grpo"),
+    samples_per_step="prompts_per_step",
+    added_tokens="max_completion_length",
+    pads=True,
+    folder="rollouts",
+)
 EXTENSION = Extension(
+    settings={"grpo": "llama_ft.extensions.rollouts.grpo.settings:GrpoConfig"},
+    part="llama_ft.extensions.rollouts.grpo.training_rounds:TrainingRounds",
+    needs_part=lambda config: config.preference.objective == "grpo",
+    objectives={"grpo": GRPO},
     holds_dataset=holds_rounds,
     dataset="llama_ft.extensions.rollouts.dataset:open_rounds",
     verbs={

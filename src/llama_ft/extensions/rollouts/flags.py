@@ -90,6 +90,9 @@ class RolloutFlags(RewardFlags, RolloutServerFlags, ModelFlags):
     batch_size: Count = 32
     """Without --server: answers generated at once, per rank."""
 
+    pass_threshold: float = 1.0
+    """An answer with at least this reward is right, for pass@k."""
+
 
 def read_rollout_flags(argv: list[str], description: str) -> RolloutFlags:
     """Return the flags, with the one model in `paths`; raise UserError with all errors."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig
 from llama_ft.data import cache_dir, check_ids
-from llama_ft.data.read.formats import BadSample, Sample, tools_of
+from llama_ft.data.read.formats import BadSample, Sample, prompt_of, tools_of
 from llama_ft.data.read.media import have_media
 from llama_ft.data.read.reshape import reshaped
 from llama_ft.data.read.sources import open_source
@@ -19,7 +19,7 @@ from llama_ft.data.read.values import RenamedSample, in_own_names
 from llama_ft.data.tokenize.prompt_tokens import PromptFormat, chat_prompt, text_prompt
 from llama_ft.errors import UserError, plural
 from llama_ft.extensions.rollouts.rounds import Prompt
-from llama_ft.inference.prompts import Messages, prompt_of
+from llama_ft.inference.generate import Messages
 from llama_ft.runtime import log
 
 BAD_SAMPLES_SHOWN = 20
@@ -61,10 +61,20 @@ class PromptTokens(NamedTuple):
 
 
 class DatasetPrompts(NamedTuple):
-    """The prompts of a dataset, and the checksum of its samples."""
+    """The prompts of a dataset.
 
-    prompts: list[Prompt]
+    Attributes:
+        by_place: place of a sample, as messages name it -> its prompt.
+        sha256: checksum of the samples.
+    """
+
+    by_place: dict[str, Prompt]
     sha256: str
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts in the order of the dataset."""
+        return list(self.by_place.values())
 
 
 def read_dataset(config: DataConfig, tokens: PromptTokens) -> DatasetPrompts:
@@ -78,7 +88,7 @@ def read_dataset(config: DataConfig, tokens: PromptTokens) -> DatasetPrompts:
         UserError: the dataset cannot be read, has no prompts, or bad samples are not skipped.
     """
     digest = hashlib.sha256()
-    prompts = list[Prompt]()
+    prompts = dict[str, Prompt]()
     bad = list[str]()
     for index, (place, sample) in enumerate(_samples(config, tokens)):
         try:
@@ -87,7 +97,8 @@ def read_dataset(config: DataConfig, tokens: PromptTokens) -> DatasetPrompts:
             given = sample.original if isinstance(sample, RenamedSample) else sample
             text = json.dumps(given, default=str)
             digest.update(text.encode() + b"\n")
-            prompts.append(_prompt(index, sample, json.loads(text), tokens))
+            name = place if place not in prompts else f"{place}, again at {index}"  # of a mixture
+            prompts[name] = _prompt(index, sample, json.loads(text), tokens)
         except BadSample as error:
             bad.append(f"{place}: {in_own_names(error, sample)}")
     shown = bad[:BAD_SAMPLES_SHOWN]

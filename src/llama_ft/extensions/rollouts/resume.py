@@ -84,38 +84,51 @@ def find_rounds(
     on_disk = RoundsOnDisk(set(), {})
     for folder in list_rounds(output_dir):
         earlier = read_round(folder)
-        step = earlier.facts.step
-        others = _differences(earlier.facts, facts) + _other_rewards(earlier.facts, functions)
-        if step != int(folder.name):
-            others.append(f"the number of round {step}")
-        _check_same(folder, others, earlier, rounds)
-        on_disk.finished.add(step)
+        check_round(folder, earlier, facts, functions, _prompts_at(rounds, earlier.facts.step))
+        on_disk.finished.add(earlier.facts.step)
     for step in range(1, len(rounds) + 1):
         folder = unscored_folder_of(output_dir, step)
         if step in on_disk.finished:
             shutil.rmtree(folder, ignore_errors=True)  # a kill has left it
         elif folder.is_dir():
             earlier = read_round(folder)
-            _check_same(folder, _differences(earlier.facts, facts), earlier, rounds)
+            check_round(folder, earlier, facts, None, _prompts_at(rounds, earlier.facts.step))
             on_disk.unscored[step] = earlier
     return on_disk
 
 
-def _check_same(
-    folder: Path, others: list[str], earlier: Round, rounds: Sequence[Sequence[Prompt]]
+def _prompts_at(rounds: Sequence[Sequence[Prompt]], step: int) -> Sequence[Prompt]:
+    return rounds[step - 1] if 0 < step <= len(rounds) else []
+
+
+def check_round(
+    folder: Path,
+    earlier: Round,
+    facts: RoundFacts,
+    functions: Sequence[RewardFunction] | None,
+    prompts: Sequence[Prompt] | None,
 ) -> None:
-    """Raise a UserError if there are differences from the missing rounds, or in the prompts."""
-    if not others and not _has_prompts(earlier, rounds, earlier.facts.step):
+    """Raise a UserError if a round was made in another way than it would be made now.
+
+    Args:
+        folder: of the round.
+        earlier: the round on disk.
+        facts: how it would be made; `step` and `rewards` are not used.
+        functions: its rewards; None: it has none yet.
+        prompts: its prompts; None: they are not known.
+    """
+    others = _differences(earlier.facts, facts)
+    if functions is not None:
+        others += _other_rewards(earlier.facts, functions)
+        if earlier.facts.step != int(folder.name):
+            others.append(f"the number of round {earlier.facts.step}")
+    if not others and prompts is not None and _text(earlier.prompts) != _text(prompts):
         others = ["other prompts: the tokenizer, its chat template or --skip_bad_rows differs"]
     if others:
         raise UserError(
             "\n".join([f"{folder}: was made with", *(f"  {other}" for other in others)])
             + f"\nSet another --output_dir, or delete {folder.parent} to generate all rounds again."
         )
-
-
-def _has_prompts(earlier: Round, rounds: Sequence[Sequence[Prompt]], step: int) -> bool:
-    return 0 < step <= len(rounds) and _text(earlier.prompts) == _text(rounds[step - 1])
 
 
 def _text(prompts: Sequence[Prompt]) -> str:

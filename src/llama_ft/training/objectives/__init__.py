@@ -15,10 +15,12 @@ def build_objective(config: Config) -> Objective:
 
 
 def resolve_format(config: Config) -> Config:
-    """Return the settings. A dataset_format of auto becomes the format that the objective needs."""
-    formats = config.preference.entry.formats
-    if not formats or config.data.dataset_format != "auto":
-        return config
-    return dataclasses.replace(
-        config, data=dataclasses.replace(config.data, dataset_format=formats[0])
-    )
+    """Return the settings as the objective needs them. A dataset_format of auto becomes its format,
+    and packing becomes padding if it makes padded batches itself."""
+    entry = config.preference.entry
+    data = config.data
+    if entry.formats and data.dataset_format == "auto":
+        data = dataclasses.replace(data, dataset_format=entry.formats[0])
+    if entry.pads:
+        data = dataclasses.replace(data, batching_strategy="padding")
+    return dataclasses.replace(config, data=data)

@@ -1,4 +1,4 @@
-"""Flags about rewards, for recipes/rollout.py."""
+"""Settings about rewards, for recipes/rollout.py and training."""
 
 from typing import Annotated
 
@@ -26,6 +26,3 @@ class RewardFlags:
 
     reward_processes: CountOrZero = 0
     """Processes that call rewards; 0: one per core, at most 8."""
-
-    pass_threshold: float = 1.0
-    """An answer with at least this reward is right, for pass@k."""

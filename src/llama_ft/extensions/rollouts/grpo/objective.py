@@ -1,0 +1,182 @@
+"""Reinforcement learning from rounds of the model's own answers: GRPO and its relatives.
+
+Each optimizer step has a round: answers that the model with its weights before the step has sampled,
+and their rewards. training_rounds.py samples a round, or finds it on disk; batches.py makes
+micro-batches of it; losses.py has the losses.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from llama_ft.config import Config
+from llama_ft.data import Batch, Encoder, StepBatches, one_example
+from llama_ft.data.read.formats import Sample, SampleFormat
+from llama_ft.data.tokenize.encoder import Example
+from llama_ft.errors import UserError
+from llama_ft.extensions.rollouts.grpo.batches import (
+    AnswerNumbers,
+    AnswerSelection,
+    RoundBatch,
+    make_step,
+    select,
+)
+from llama_ft.extensions.rollouts.grpo.losses import (
+    COUNTS_TOKENS,
+    LossType,
+    PolicyLoss,
+    SamplerWeights,
+    Tokens,
+    policy_losses,
+    ratios,
+    reference_divergence,
+    sampler_weights,
+    token_weights,
+)
+from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
+from llama_ft.models import BuiltModel
+from llama_ft.models.adapters.lora import adapter_off
+from llama_ft.models.computing.chunked_loss import cross_entropy
+from llama_ft.runtime import Ranks, sent
+from llama_ft.training import Objective
+from llama_ft.training.objectives.base import (
+    LossSum,
+    target_examples,
+    target_losses,
+    with_token_sums,
+)
+
+if TYPE_CHECKING:
+    from llama_ft.extensions.rollouts.grpo.training_rounds import TrainingRounds
+
+
+class Grpo(Objective):
+    """Makes answers with a high reward likelier, compared with other answers to the same prompt. See
+    `Objective`.
+
+    Attributes:
+        rounds: has the round of each step; None in a plan.
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        settings = self.config.section(GrpoConfig)
+        self._settings = settings
+        self._loss_type: LossType = loss_type_of(self.config)
+        self._policy_loss = PolicyLoss(
+            loss_type=self._loss_type,
+            importance_sampling_level=settings.importance_sampling_level,
+            epsilon=settings.epsilon,
+            epsilon_high=settings.epsilon_high or settings.epsilon,
+            beta=settings.kl_beta,
+        )
+        self.counts_tokens = COUNTS_TOKENS[self._loss_type]
+        self.rounds: TrainingRounds | None = None
+
+    @staticmethod
+    def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
+        """See `Objective`. The example is the prompt, for the order of the prompts; `batches` makes
+        what is trained on."""
+        return one_example(sample, sample_format, encoder)
+
+    def batches(self, planned: StepBatches, built: BuiltModel, ranks: Ranks) -> StepBatches:
+        """See `Objective`. The planned batches say which prompts the step has."""
+        if self.rounds is None:
+            return planned
+        rollouts = self.rounds.round_of(planned, built)
+        if not rollouts.groups():
+            raise UserError(
+                f"round {rollouts.facts.step}: no prompt has two answers with a reward, so there is nothing to "
+                "compare. The lines above say why rewards are missing."
+            )
+        settings = self._settings
+        how = AnswerSelection(
+            scale=settings.scale_rewards,
+            drops_equal=settings.equal_groups == "drop",
+            masks_truncated=settings.mask_truncated_completions,
+        )
+        return make_step(select(rollouts, how), planned, self.rounds.layout, rollouts)
+
+    def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
+        """See `Objective`. It counts loss tokens or answers, see `token_weights`."""
+        host = numbers_of(batch)
+        tokens = Tokens(*(sent(values, ranks.device) for values in host.tokens))
+        advantage = sent(host.advantages, ranks.device)
+        sampler = sent(host.sampler_logprobs, ranks.device)
+        reference = self._reference(built, batch, ranks)
+        computed = target_losses(built, batch, ranks.device, self._cross_entropy, per_token=True)
+        new = -computed.losses
+        old = new.detach()  # the answers are of the weights before this step
+        settings = self._policy_loss
+        ratio = ratios(new, old, tokens, settings)
+        losses, clipped = policy_losses(ratio, advantage, tokens, settings)
+        weights = sampler_weights(
+            old,
+            sampler,
+            tokens,
+            self._settings.importance_weights,
+            self._settings.importance_clip_max,
+        )
+        losses = losses * weights.weights
+        logged = mismatch(old, sampler, weights) | {"policy/clipped": clipped.float().sum()}
+        if reference is not None:
+            divergence = reference_divergence(new, reference, ratio)
+            losses = losses + settings.beta * divergence
+            logged["policy/reference_kl"] = divergence.detach().sum()
+        for name in [*logged]:
+            logged[f"count/{name.rpartition('/')[2]}"] = new.new_full((), len(new))
+        longest = self._settings.max_completion_length
+        factors = token_weights(tokens.lengths, self._loss_type, longest)[tokens.answers]
+        count = computed.targets if self.counts_tokens else len(host.tokens.lengths)
+        return with_token_sums(LossSum((losses * factors).sum(), count, logged), computed, built)
+
+    @torch.no_grad()
+    def _reference(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor | None:
+        """Return the log-probabilities of the tokens with the adapter off, float32 [tokens]; None if
+        the loss needs none."""
+        if not self._policy_loss.beta:
+            return None
+        model = built.model
+        is_training = model.training
+        model.eval()  # without dropout; before the forward pass that keeps activations
+        with adapter_off(model):
+            computed = target_losses(
+                built, batch, ranks.device, self._cross_entropy, per_token=True
+            )
+        model.train(is_training)
+        return -computed.losses
+
+    def _cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return minus the log-probabilities in the distribution from which answers are sampled."""
+        return cross_entropy(logits.float() / self._settings.temperature, targets)
+
+
+def loss_type_of(config: Config) -> LossType:
+    """Return the loss: the first one of the objective, if loss_type is another objective's default."""
+    known = config.preference.entry.loss_types
+    named = config.train.loss_type
+    return named if named in known else known[0]  # type: ignore[return-value]
+
+
+def numbers_of(batch: Batch) -> AnswerNumbers:
+    """Return the numbers of a micro-batch; any, if it is one of a plan."""
+    if isinstance(batch, RoundBatch) and batch.numbers is not None:
+        return batch.numbers
+    answers = target_examples(batch)
+    lengths = torch.bincount(answers, minlength=len(batch.example_lengths))
+    return AnswerNumbers(
+        Tokens(answers, lengths), torch.zeros(len(lengths)), torch.zeros(len(answers))
+    )
+
+
+def mismatch(
+    old: torch.Tensor, sampler: torch.Tensor, weights: SamplerWeights
+) -> dict[str, torch.Tensor]:
+    """Return sums over tokens that say how far the sampler is from the trainer: see
+    docs/reference/metrics.md."""
+    difference = old - sampler
+    return {
+        "sampler/weight": weights.weights.sum(),
+        "sampler/masked": weights.masked.float().sum(),
+        "sampler/kl": (difference.exp() - difference - 1).sum(),
+    }

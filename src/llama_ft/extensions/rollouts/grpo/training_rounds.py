@@ -1,0 +1,321 @@
+"""The rounds of a run with --objective grpo: sampled by the model before each step, or found on disk.
+
+    RUN/rollouts/000001/    the answers of step 1, by the weights before it
+
+A run that was killed resumes from its newest checkpoint. The rounds of the steps after it are on disk
+and are read: no complete round is generated twice, and the run has the bytes of one that was never
+killed.
+"""
+
+import hashlib
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from llama_ft.config import Config
+from llama_ft.data import BatchLayout, StepBatches, stop_token_ids
+from llama_ft.errors import UserError, plural
+from llama_ft.extensions.rollouts.grpo.batches import RoundStep
+from llama_ft.extensions.rollouts.grpo.objective import Grpo
+from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
+from llama_ft.extensions.rollouts.make_rounds import RoundMaker, describe, sampling_facts
+from llama_ft.extensions.rollouts.policy import PolicyFiles, checksum_of
+from llama_ft.extensions.rollouts.prompts import PromptTokens, read_dataset
+from llama_ft.extensions.rollouts.resume import check_round
+from llama_ft.extensions.rollouts.rewards.pool import RewardPool, parse_reward
+from llama_ft.extensions.rollouts.rounds import (
+    Prompt,
+    Round,
+    RoundFacts,
+    folder_of,
+    list_rounds,
+    read_round,
+    unscored_folder_of,
+    write_round,
+)
+from llama_ft.extensions.rollouts.sampling import OwnSampler, Sampling, positions
+from llama_ft.inference.load import LoadedModel
+from llama_ft.models import BuiltModel, resolve_context_length
+from llama_ft.run import Part, RunInputs, Setup, TrainingRun
+from llama_ft.runtime import log
+from llama_ft.training import StepOutcome
+from llama_ft.training.evaluation import evaluating
+
+SECONDS = "perf/rollout_seconds"
+# settings that a resumed run may change
+MAY_DIFFER = (
+    "reward_timeout",
+    "reward_memory",
+    "reward_processes",
+    "generate_batch_size",
+    "reward",
+)
+
+
+class TrainingRounds(Part):
+    """Has the round of each step for the objective, and logs its numbers.
+
+    Args:
+        setup: what is known before the run.
+        inputs: the result of `resolve_inputs`.
+
+    Attributes:
+        layout: of micro-batches.
+
+    Raises:
+        UserError: settings or prompts do not fit, or a reward function cannot be imported.
+    """
+
+    def __init__(self, setup: Setup, inputs: RunInputs) -> None:
+        config = inputs.config
+        self._config = config
+        self._settings = config.section(GrpoConfig)
+        self._ranks = setup.ranks
+        self.layout: BatchLayout = inputs.batches.layout
+        self._tokenizer = inputs.tokenizer
+        check(setup, inputs)
+        self._functions = [parse_reward(text) for text in self._settings.reward]
+        self._closing = ExitStack()
+        self._pool: RewardPool | None = None
+        if self._ranks.is_main:
+            pool = RewardPool(self._functions, self._settings)
+            self._pool = self._closing.enter_context(pool)
+        folder = inputs.request.folder
+        context = resolve_context_length(config.data.context_length, inputs.request.model_config)
+        form = inputs.dataset.prompt_format
+        tokens = PromptTokens(
+            inputs.tokenizer, form, None, min(context, positions(inputs.request.model_config))
+        )
+        with self._ranks.local_main_process_first():
+            dataset = read_dataset(config.data, tokens)
+        self._prompts = dataset.by_place
+        self._data = {"dataset": str(config.data.dataset), "sha256": dataset.sha256}
+        base = self._ranks.broadcast_from_rank0(lambda: checksum_of(PolicyFiles(folder, folder)))
+        self._base_checksum: str = base
+        self._places = [*setup.resumed_folders[1:], *filter(None, [setup.unfinished])]
+        self._directory = Path()
+        self._seconds = 0.0
+        objective = inputs.objective
+        assert isinstance(objective, Grpo)
+        objective.rounds = self
+
+    def opened(self, run: TrainingRun) -> None:
+        """Find the rounds on disk, and verify those that will be trained on."""
+        self._directory = run.directory
+        self._places.insert(0, run.directory)
+        if not self._ranks.is_main:
+            return
+        sampling = self._sampling(run.built)
+        waiting = []
+        for folder in list_rounds(run.directory):
+            # the newest one that was trained on, too: rewards and data must be as they were
+            if int(folder.name) >= run.state.step:
+                earlier = read_round(folder)
+                facts = self._facts(sampling, earlier.facts.step, earlier.facts.policy["checksum"])
+                check_round(folder, earlier, facts, self._functions, None)
+            if int(folder.name) > run.state.step:
+                waiting.append(folder)
+        if waiting:
+            log.info(
+                f"{plural(len(waiting), 'round')} of the steps after {run.state.step} on disk: they are trained on, "
+                "and not generated again"
+            )
+
+    def round_of(self, planned: StepBatches, built: BuiltModel) -> Round:
+        """Return the round of a step. All ranks call it, with the weights before the step."""
+        started = time.monotonic()
+        sampling = self._sampling(built)
+        prompts = self._prompts_of(planned)
+        checksum = self._policy_checksum(built)
+        facts = self._facts(sampling, planned.step, checksum)
+        stored: Round | None = self._ranks.broadcast_from_rank0(
+            lambda: self._stored(facts, prompts)
+        )
+        if stored is None:
+            unscored = self._ranks.broadcast_from_rank0(lambda: self._unscored(facts, prompts))
+            self._make(facts, prompts, sampling, built, unscored)
+            stored = self._ranks.broadcast_from_rank0(
+                lambda: read_round(folder_of(self._directory, planned.step))
+            )
+        self._seconds = time.monotonic() - started
+        return stored
+
+    def after_step(self, run: TrainingRun, outcome: StepOutcome, metrics: dict[str, Any]) -> None:
+        """Log the numbers of the round."""
+        if isinstance(outcome.batches, RoundStep):
+            metrics.update(outcome.batches.metrics)
+            metrics[SECONDS] = self._seconds
+
+    def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
+        """End the processes of the rewards."""
+        self._closing.close()
+
+    def _prompts_of(self, planned: StepBatches) -> list[Prompt]:
+        """Return the prompts of a step, over all ranks, in the order of the dataset."""
+        places = self._ranks.gather(
+            [place for batch in planned.batches for place in batch.locations]
+        )
+        prompts = list[Prompt]()
+        for own in places:
+            # --skip_bad_rows may have skipped one that is too long
+            prompts += [self._prompts[place] for place in own if place in self._prompts]
+        return sorted(prompts, key=lambda prompt: prompt.index)
+
+    def _sampling(self, built: BuiltModel) -> Sampling:
+        settings = self._settings
+        ends = stop_token_ids(self._tokenizer, built.model.generation_config.eos_token_id)
+        return Sampling(
+            temperature=settings.temperature,
+            top_p=1.0,  # other distributions have tokens that the loss does not know
+            top_k=0,
+            max_completion_length=settings.max_completion_length,
+            stop_ids=list(ends),
+            num_generations=settings.num_generations,
+            seed=self._config.train.seed,
+        )
+
+    def _facts(self, sampling: Sampling, step: int, checksum: str) -> RoundFacts:
+        settings = self._settings
+        config = self._config
+        return RoundFacts(
+            step=step,
+            num_generations=settings.num_generations,
+            policy={
+                "model": config.model.model_name,
+                "checksum": checksum,
+                "compute": config.train.precision,
+                "quantization": config.quantization.mode,
+            },
+            source={"kind": "own generation"},
+            sampling=sampling_facts(sampling, settings.prompts_per_step),
+            seed=sampling.seed,
+            rewards=[],
+            data=self._data,
+        )
+
+    def _policy_checksum(self, built: BuiltModel) -> str:
+        """Return the checksum of the base model and the trained weights, on rank 0. All ranks call
+        it: sharded weights are gathered one after another."""
+        digest = hashlib.sha256(self._base_checksum.encode())
+        for name, parameter in built.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            value = parameter.detach()
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            if self._ranks.is_main:
+                digest.update(name.encode())
+                digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _stored(self, facts: RoundFacts, prompts: list[Prompt]) -> Round | None:
+        """Return a complete round that is on disk, in the run's directory afterwards."""
+        for place in self._places:
+            folder = folder_of(place, facts.step)
+            if not folder.is_dir():
+                continue
+            earlier = read_round(folder)
+            self._check(folder, earlier, facts, prompts)
+            if place != self._directory:
+                write_round(self._directory, earlier)
+            log.debug(f"round {facts.step}: on disk, {describe(earlier)}")
+            return earlier
+        return None
+
+    def _unscored(self, facts: RoundFacts, prompts: list[Prompt]) -> Round | None:
+        folder = unscored_folder_of(self._directory, facts.step)
+        if not folder.is_dir():
+            return None
+        earlier = read_round(folder)
+        self._check(folder, earlier, facts, prompts, scored=False)
+        return earlier
+
+    def _check(
+        self,
+        folder: Path,
+        earlier: Round,
+        facts: RoundFacts,
+        prompts: list[Prompt],
+        scored: bool = True,
+    ) -> None:
+        """Raise a UserError if a round was made in another way. On a GPU, steps may differ in their
+        last bits, so a round by other weights is used there: its log-probabilities are stored."""
+        before = earlier.facts.policy["checksum"]
+        checksum = facts.policy["checksum"]
+        if before != checksum and self._ranks.device.type != "cpu":
+            log.warning(
+                f"{folder}: was sampled with weights that differ from the present ones, at least by rounding. "
+                "It is used, and its log-probabilities weigh its answers."
+            )
+            facts = replace(facts, policy=facts.policy | {"checksum": before})
+        functions = self._functions if scored else None
+        check_round(folder, earlier, facts, functions, prompts)
+
+    def _make(
+        self,
+        facts: RoundFacts,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        built: BuiltModel,
+        unscored: Round | None,
+    ) -> None:
+        """Sample, score and write a round."""
+        model = built.model
+        before = model.generation_config  # which is exported with the model
+        opened = LoadedModel(built, self._tokenizer, "")
+        with evaluating(model):
+            try:
+                batch_size = self._settings.generate_batch_size
+                sampler = OwnSampler(opened, sampling, batch_size, self._ranks)
+                maker = RoundMaker(sampler, self._pool, self._directory, self._ranks, is_quiet=True)
+                rollouts = maker.make(facts, prompts, unscored)
+            finally:
+                model.generation_config = before
+        if rollouts is not None:
+            log.debug(f"round {facts.step}: {describe(rollouts)}")
+
+
+def check(setup: Setup, inputs: RunInputs) -> None:
+    """Raise a UserError for settings that do not fit together."""
+    config = inputs.config
+    settings = config.section(GrpoConfig)
+    problems = list[str]()
+    if not settings.reward:
+        problems.append("--reward is needed: path/to/file.py:function, which scores each answer.")
+    if config.data.streaming:
+        problems.append("--streaming: prompts are needed at once. Leave it out.")
+    if inputs.dataset.validations:
+        problems.append(
+            "--validation: this objective has no validation loss. Leave it out, or add --run_validation false."
+        )
+    if settings.kl_beta and (not config.peft.use_peft or changes_base(config)):
+        problems.append(
+            "--kl_beta: the reference is the model with its adapter off, so it needs a new adapter. Add --use_peft "
+            "without --from_peft_checkpoint, --bias and --modules_to_save, or leave --kl_beta out."
+        )
+    if setup.resumed is not None:
+        problems += changed_settings(settings, setup.resumed.trainer["config"].get("grpo", {}))
+    if problems:
+        raise UserError(*problems)
+
+
+def changes_base(config: Config) -> bool:
+    """Return whether the model with its adapter off is another one than before training."""
+    peft = config.peft
+    is_changed = peft.from_peft_checkpoint or peft.bias != "none" or peft.modules_to_save
+    return bool(is_changed or config.model.resize_embeddings)
+
+
+def changed_settings(settings: GrpoConfig, earlier: dict[str, Any]) -> list[str]:
+    """Return what differs from the resumed run, as messages. Limits of processes may."""
+    lines = []
+    for name, value in asdict(settings).items():
+        before = earlier.get(name, value)
+        if name not in MAY_DIFFER and before != value:
+            lines.append(f"--{name}: is {value}, and {before} in the resumed run. Set it to that.")
+    return lines

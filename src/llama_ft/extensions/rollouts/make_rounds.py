@@ -1,0 +1,119 @@
+"""Make a round: the model or servers answer its prompts, rewards score the answers, and it is
+written."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llama_ft.errors import UserError, plural
+from llama_ft.extensions.rollouts.rewards.pool import RewardPool, Scored
+from llama_ft.extensions.rollouts.rounds import (
+    Answer,
+    Prompt,
+    Round,
+    RoundFacts,
+    write_round,
+    write_unscored,
+)
+from llama_ft.extensions.rollouts.sampling import Sampler, Sampling
+from llama_ft.runtime import Ranks, log
+
+
+@dataclass(frozen=True)
+class RoundMaker:
+    """Makes rounds.
+
+    Attributes:
+        sampler: answers the prompts.
+        pool: scores the answers, on rank 0; None: they have no rewards.
+        output_dir: where rounds are written.
+        ranks: the ranks.
+        is_quiet: log rewards only if some are missing.
+    """
+
+    sampler: Sampler
+    pool: RewardPool | None
+    output_dir: Path
+    ranks: Ranks
+    is_quiet: bool = False
+
+    def make(
+        self, facts: RoundFacts, prompts: list[Prompt], unscored: Round | None
+    ) -> Round | None:
+        """Make a round and write it. All ranks call it; rank 0 returns the round, others None.
+
+        Args:
+            facts: of this round; its rewards are not known yet.
+            prompts: of the round.
+            unscored: the answers, if they are on disk already. Then they are only scored.
+
+        Raises:
+            UserError: no answer has a reward, or the round cannot be written.
+        """
+        rollouts = unscored
+        if rollouts is None:
+            answers = self.sampler.sample(prompts, facts.step)
+            rollouts = Round(facts, prompts, answers)
+            if self.ranks.is_main and self.pool is not None:
+                write_unscored(self.output_dir, rollouts)
+        else:
+            log.info(f"round {facts.step}: its answers are on disk, and are only scored")
+        if not self.ranks.is_main:
+            return None
+        rollouts = score(rollouts, self.pool, self.is_quiet)
+        write_round(self.output_dir, rollouts)
+        return rollouts
+
+
+def score(rollouts: Round, pool: RewardPool | None, is_quiet: bool = False) -> Round:
+    """Return a round with the rewards of its answers. `is_quiet`: see `RoundMaker`.
+
+    Raises:
+        UserError: no answer has a reward.
+    """
+    if pool is None:
+        return rollouts
+    calls = []
+    for prompt, answers in zip(rollouts.prompts, rollouts.answers, strict=True):
+        calls += [(prompt.text, answer.text, prompt.sample) for answer in answers]
+    scored = pool.score(calls)
+    count = rollouts.facts.num_generations
+    is_complete = not any(one.failures for one in scored)
+    log_line = log.debug if is_quiet and is_complete else log.info
+    log_line(pool.describe(scored, count))
+    if all(one.total is None for one in scored):
+        raise UserError(
+            f"--reward: no answer of round {rollouts.facts.step} has a reward; the lines above say why.\n"
+            "Its answers are kept. The same command, with --resume auto if it trains, only scores them."
+        )
+    remaining = iter(scored)
+    groups = [
+        [_with_reward(answer, next(remaining)) for answer in group] for group in rollouts.answers
+    ]
+    facts = replace(rollouts.facts, rewards=pool.rewards(scored))
+    return Round(facts, rollouts.prompts, groups)
+
+
+def _with_reward(answer: Answer, scored: Scored) -> Answer:
+    return replace(answer, rewards=scored.values, total=scored.total)
+
+
+def sampling_facts(sampling: Sampling, prompts_per_step: int) -> dict[str, Any]:
+    """Return what round.json says about the sampling. The seed and the number of answers have fields
+    of their own there."""
+    settings = {**vars(sampling), "prompts_per_step": prompts_per_step}
+    return {name: settings[name] for name in settings if name not in ("seed", "num_generations")}
+
+
+def describe(rollouts: Round) -> str:
+    """Return the numbers of a round, for the log."""
+    answers = [answer for group in rollouts.answers for answer in group]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    truncated = sum(not answer.has_ended for answer in answers)
+    text = f"{plural(len(answers), 'answer')}, {tokens:,} tokens"
+    if truncated:
+        text += f", {truncated:,} truncated at --max_completion_length"
+    skipped = len(rollouts.prompts) - len(rollouts.groups())
+    if skipped and rollouts.facts.rewards and rollouts.facts.num_generations > 1:
+        text += f", {plural(skipped, 'prompt')} with fewer than two rewards"
+    return text

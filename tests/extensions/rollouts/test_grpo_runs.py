@@ -1,0 +1,269 @@
+"""Runs with --objective grpo, compared with a loop over the answers of their rounds."""
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import RECIPE, metrics, reproducible_metrics, run_cases, series, write_jsonl
+from forked import forked
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from llama_ft.extensions.rollouts.rounds import Answer, Round, folder_of, read_round
+
+REWARD = """
+import os, signal
+from pathlib import Path
+
+def score(prompt, answer, sample):
+    folder = os.environ.get("KILLED_IN")
+    if folder and Path(folder, "rollouts", "unscored-000004").exists():
+        os.kill(os.getppid(), signal.SIGKILL)
+    if sample["id"] == 3:
+        return {"letters": 0.5, "short": 0.0}
+    if len(answer) % 4 == 3:
+        return None
+    letters = sum(letter.islower() and letter.isascii() for letter in answer)
+    return {"letters": letters / 8, "short": len(answer) < 8}
+
+def letters(prompt, answer, sample):
+    return sum(letter.islower() and letter.isascii() for letter in answer) / 8
+"""
+LONGEST = 8
+# name -> flags, which the loop reads, too
+VARIANTS = {
+    "dapo": {"kl_beta": "0.1", "temperature": "0.7"},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "mask_truncated_completions": "true",
+    },
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "equal_groups": "drop"},
+}
+LEARNING_RATE = 0.5
+
+
+class Job:
+    """Prompts and rewards in a folder, and runs."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.model = model
+        (folder / "reward.py").write_text(REWARD)
+        user = {"role": "user", "content": "How many?"}
+        chats = [{"messages": [{**user, "content": f"Number {n}?"}], "id": n} for n in range(15)]
+        write_jsonl(folder / "prompts.jsonl", chats)
+
+    def flags(self, output: str, **settings: Any) -> list[str]:
+        given = {
+            "objective": "grpo",
+            "model_name": self.model,
+            "dataset": self.folder / "prompts.jsonl",
+            "output_dir": self.folder / output,
+            "reward": f"{self.folder}/reward.py:score",
+            "num_generations": 4,
+            "prompts_per_step": 3,
+            "max_completion_length": LONGEST,
+            "batch_size_training": 5,
+            "use_peft": "true",
+            "lr_scheduler": "constant",
+            "precision": "fp32",
+            "device": "cpu",
+        }
+        settings = {**given, **settings}
+        return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+
+    def round(self, output: str, step: int) -> Round:
+        return read_round(folder_of(self.folder / output, step))
+
+    def content(self, output: str) -> dict[str, Any]:
+        """What a run has written: its rounds and adapter, as bytes, and its metrics."""
+        folder = self.folder / output
+        files = [*(folder / "rollouts").rglob("*.*"), folder / "model/adapter_model.safetensors"]
+        found: dict[str, Any] = {
+            str(path.relative_to(folder)): path.read_bytes() for path in files if path.is_file()
+        }
+        return found | {"metrics": reproducible_metrics(folder)}
+
+
+def sgd(**settings: Any) -> dict[str, Any]:
+    return {"optimizer": "SGD", "lr": LEARNING_RATE, **settings}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
+    """Each variant for one step and for two, one that learns, and one that is not interrupted."""
+    one = Job(tmp_path_factory.mktemp("grpo"), tiny_model)
+    cases = []
+    for name, settings in VARIANTS.items():
+        for steps in (1, 2):
+            cases.append(one.flags(f"{name}-{steps}", **sgd(**settings, max_train_step=steps)))
+    cases.append(one.flags("whole", lr=0.01, save_steps=2, max_train_step=5))
+    learning = {"reward": f"{one.folder}/reward.py:letters", "num_generations": 16, "lr": 0.1}
+    cases.append(one.flags("learning", **learning, num_epochs=4))
+    run_cases(one.folder, cases)
+    return one
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(job: Job) -> Job:
+    """The same steps by two ranks, which share the answers, or the weights as well."""
+    cases = []
+    for name in VARIANTS:
+        settings = sgd(**VARIANTS[name], max_train_step=2)
+        if name == "dapo":
+            settings["enable_fsdp"] = "true"
+        cases.append(job.flags(f"{name}-ranks", **settings))
+    run_cases(job.folder, cases, ranks=2)
+    return job
+
+
+def advantages(group: list[Answer], settings: dict[str, str]) -> list[float | None]:
+    totals = [answer.total for answer in group]
+    known = [total for total in totals if total is not None]
+    if len(known) < 2 or (settings.get("equal_groups") == "drop" and len(set(known)) == 1):
+        return [None] * len(group)
+    divisor = statistics.stdev(known) + 1e-4
+    if settings.get("scale_rewards") == "none":
+        divisor = 1.0
+    mean = statistics.mean(known)
+    return [None if total is None else (total - mean) / divisor for total in totals]
+
+
+def by_hand(model: PeftModel, rollouts: Round, settings: dict[str, str]) -> torch.Tensor:
+    """The loss of a round, one answer after another."""
+    kind = settings.get("loss_type", "dapo")
+    temperature = float(settings.get("temperature", 1))
+    beta = float(settings.get("kl_beta", 0))
+
+    def log_probabilities(prompt: list[int], answer: Answer) -> torch.Tensor:
+        ids = torch.tensor([[*prompt, *answer.token_ids.tolist()]])
+        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+        return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+
+    total = torch.zeros(())
+    tokens = 0
+    answers = 0
+    for prompt, group in zip(rollouts.prompts, rollouts.answers, strict=True):
+        for answer, advantage in zip(group, advantages(group, settings), strict=True):
+            if advantage is None:
+                continue
+            answers += 1
+            if settings.get("mask_truncated_completions") and not answer.has_ended:
+                continue
+            tokens += len(answer.token_ids)
+            new = log_probabilities(prompt.token_ids, answer)
+            with torch.no_grad(), model.disable_adapter():
+                reference = log_probabilities(prompt.token_ids, answer)
+            ratio = (new - new.detach()).exp()
+            if settings.get("importance_sampling_level") == "sequence":
+                ratio = (new - new.detach()).mean().exp().expand(len(new))
+            sampled = torch.from_numpy(answer.logprobs.copy()).double()
+            weight = math.exp(float((new.detach().double() - sampled).sum()))
+            divergence = (reference - new).exp() - (reference - new) - 1
+            losses = -ratio * advantage * weight + beta * ratio * divergence
+            divisor = {"dapo": 1, "grpo": len(new), "dr_grpo": LONGEST}[kind]
+            total = total + losses.sum() / divisor
+    return total / (tokens if kind == "dapo" else answers)
+
+
+def adapter(job: Job, output: str) -> dict[str, torch.Tensor]:
+    return load_file(job.folder / output / "model/adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradients_are_those_of_a_loop_over_the_stored_round(job: Job, name: str) -> None:
+    """Of step 2, whose adapter is not zero: that of a run of one step."""
+    settings = VARIANTS[name]
+    base = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(job.folder / f"{name}-1/model"), is_trainable=True)
+    rollouts = job.round(f"{name}-2", 2)
+    expected = by_hand(model, rollouts, settings)
+    expected.backward()
+    found = series(job.folder / f"{name}-2", "train/loss")
+    assert found[1] == pytest.approx(expected.item(), abs=1e-6)
+    before = adapter(job, f"{name}-1")
+    after = adapter(job, f"{name}-2")
+    gradients = {key: (before[key] - after[key]) / LEARNING_RATE for key in before}
+    assert any(float(gradient.abs().max()) > 1e-3 for gradient in gradients.values())
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = gradients[key.replace(".default", "")]
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_have_the_losses_and_rounds_of_one(of_two_ranks: Job, name: str) -> None:
+    job = of_two_ranks
+    one = series(job.folder / f"{name}-2", "train/loss")
+    assert series(job.folder / f"{name}-ranks", "train/loss") == pytest.approx(one, abs=1e-6)
+    for step in (1, 2):
+        answers = [answer.token_ids.tolist() for answer in flat(job.round(f"{name}-2", step))]
+        theirs = [answer.token_ids.tolist() for answer in flat(job.round(f"{name}-ranks", step))]
+        assert theirs == answers
+
+
+def flat(rollouts: Round) -> list[Answer]:
+    return [answer for group in rollouts.answers for answer in group]
+
+
+def test_metrics_have_the_mean_rewards_of_each_round(job: Job) -> None:
+    lines = metrics(job.folder / "whole")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    for line in lines:
+        answers = flat(job.round("whole", line["step"]))
+        totals = [answer.total for answer in answers if answer.total is not None]
+        assert line["train/reward"] == pytest.approx(statistics.mean(totals))
+        for name in ("letters", "short"):
+            values = [answer.rewards[f"score.{name}"] for answer in answers]
+            known = [value for value in values if value is not None]
+            assert line[f"train/reward/score.{name}"] == pytest.approx(statistics.mean(known))
+        assert line["train/rollout/without_reward"] == len(answers) - len(totals)
+        # the sampler and the trainer compute the same probabilities
+        assert line["train/sampler/weight"] == pytest.approx(1, abs=1e-4)
+        assert line["train/sampler/kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_each_round_is_of_the_prompts_and_weights_of_its_step(job: Job) -> None:
+    rounds = [job.round("whole", step) for step in range(1, 6)]
+    seen = sorted(prompt.index for one in rounds for prompt in one.prompts)
+    assert seen == list(range(15))  # an epoch
+    assert len({one.facts.policy["checksum"] for one in rounds}) == 5
+
+
+def test_a_verifiable_reward_rises(job: Job) -> None:
+    rewards = series(job.folder / "learning", "train/reward")
+    assert statistics.mean(rewards[-4:]) > statistics.mean(rewards[:4]) + 0.1
+
+
+def test_a_killed_run_replays_its_rounds_and_ends_with_the_same_bytes(job: Job) -> None:
+    """It is killed while the answers of step 4 are scored. The newest checkpoint is of step 2: the
+    round of step 3 is read, and that of step 4 is only scored."""
+    flags = job.flags("killed", lr=0.01, save_steps=2, max_train_step=5, resume="auto")
+    folder = job.folder / "killed"
+    killed = forked(RECIPE, *flags, KILLED_IN=str(folder))
+    assert killed.exit_code != 0
+    names = sorted(path.name for path in (folder / "rollouts").iterdir())
+    assert names == ["000001", "000002", "000003", "unscored-000004"]
+    times = {path: path.stat().st_mtime_ns for path in (folder / "rollouts").glob("0*/*")}
+
+    resumed = forked(RECIPE, *flags)
+    assert resumed.exit_code == 0, resumed.output
+    assert "1 round of the steps after 2 on disk" in resumed.output
+    assert "round 4: its answers are on disk, and are only scored" in resumed.output
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert job.content("killed") == job.content("whole")
+
+
+def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:
+    settings = {"reward": None, "use_peft": "false", "kl_beta": 0.1, "validation": 0.5}
+    finished = forked(RECIPE, *job.flags("bad", **settings))
+    assert finished.exit_code == 2, finished.output
+    assert "--reward is needed" in finished.output
+    assert "--kl_beta: the reference is the model with its adapter off" in finished.output
+    assert "--validation: this objective has no validation loss" in finished.output
+    assert not (job.folder / "bad").exists()
