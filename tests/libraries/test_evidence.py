@@ -83,6 +83,8 @@ def test_a_position_embedding_that_counts_tokens_takes_the_length_of_the_cache(
 def test_other_arguments_have_their_names() -> None:
     vision = parameters("mllama.MllamaCrossAttentionDecoderLayer")
     assert {evidence.CROSS_ATTENTION_BIAS, evidence.SEES_IMAGES} <= vision
+    decoder = parameters("qwen3_vl.Qwen3VLTextModel")
+    assert {evidence.MERGED, evidence.MEDIA_TOKENS, evidence.ADDED_FEATURES} <= decoder
     convolution = architecture("inkling2.Inkling2Model")
     assert evidence.SAMPLE_OF_TOKEN in inspect.getsource(sys.modules[convolution.__module__])
     loss = architecture("mixtral.load_balancing_loss_func")

@@ -45,7 +45,7 @@ TOKENS = {
     "extensions/store": 9900,
     "inference": 8600,  # requests to servers, which rollouts make, too
     "libraries": 2600,
-    "models": 63_600,  # tiled MLPs, attention that ranks cannot share, pieces that a plan leaves out
+    "models": 64_300,  # tiled MLPs, pieces that a plan leaves out, shared sequences with images or compiled layers
     "observe": 12_600,
     "plan": 23_300,  # --longest plans all GPUs together, and no more than too large weights; loops over chunks
     "run": 9300,

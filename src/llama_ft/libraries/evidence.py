@@ -35,6 +35,7 @@ FLASH_ATTENTION_ARGUMENTS = frozenset(
 )
 SAMPLE_OF_TOKEN = "seq_idx"
 MASK = "attention_mask"
+MERGED = "inputs_embeds"  # embeddings of text and media, [samples, tokens, width]
 # Dimensions of a decoder layer's arguments that change between steps: samples and tokens; for packed
 # sequences the number of samples and the longest. torch would compile for the first step's sizes,
 # and again for each size that changes.
@@ -53,6 +54,10 @@ VARYING_DIMENSIONS = (
 # and 1 for tokens that see a tile, else 0, [samples, 1, tokens, 1].
 CROSS_ATTENTION_BIAS = "cross_attention_mask"
 SEES_IMAGES = "full_text_row_masked_out_mask"
+# Arguments of decoders that add features of images after their first layers (Qwen3-VL): which tokens
+# are those of images, [samples, tokens], and a list of features [tokens of images, width].
+MEDIA_TOKENS = "visual_pos_masks"
+ADDED_FEATURES = "deepstack_visual_embeds"
 # Arguments of the load-balancing loss that llama_ft computes for routers.
 BALANCING_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 

@@ -49,10 +49,15 @@ FAST = (("Qwen2.5-VL", 2),)  # family, ranks
 
 
 def cases_of(work: Path, family: str, ranks: int) -> dict[str, list[str]]:
-    """Name -> flags: full fine-tuning in every layout, and LoRA. The fast test has it in one."""
+    """Name -> flags: full fine-tuning in every layout, and LoRA. The fast test has it in one. Packed
+    sequences also of ranks that share each of them."""
     cases = {}
-    for layout, layout_flags in layouts_of(family).items():
-        steps = micro_batches(layout_flags, ranks)
+    layouts = layouts_of(family)
+    if ranks > 1 and "packed" in layouts:
+        layouts["shared"] = f"--sequence_parallel_size {ranks} {layouts['packed']}"
+    for layout, layout_flags in layouts.items():
+        data_ranks = 1 if layout == "shared" else ranks
+        steps = micro_batches(layout_flags, data_ranks)
         flags = f"--precision fp32 --max_train_step 1 --gradient_accumulation_steps {steps}"
         for method, more in (("full", []), ("lora", LORA)):
             if method == "lora" and layout != "packed" and (family, ranks) in FAST:

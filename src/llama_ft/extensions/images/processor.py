@@ -150,10 +150,6 @@ class Images:
             raise UserError(
                 "--compile and --use_liger: not supported if samples have images. Set both to false."
             )
-        if config.fsdp.sequence_parallel_size > 1:
-            raise UserError(
-                "--sequence_parallel_size: not supported if samples have images. Leave it out."
-            )
         if self.by_cross_attention and config.data.batching_strategy == "packing":
             raise UserError(
                 "--batching_strategy packing: this model sees images by cross attention, and its samples "

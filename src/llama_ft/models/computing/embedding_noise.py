@@ -40,7 +40,9 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
             # not repeat_interleave: the planner's fake tensors cannot know the size of its result
             per_sample = [torch.full((length,), length) for length in packed.lengths]
             per_token = torch.cat(per_sample).unsqueeze(0)  # [1, tokens]
-            lengths = sent(packed.own(per_token), embedded.device)
+            if embedded.shape[1] < per_token.shape[1]:  # this rank's part
+                per_token = packed.own(per_token)
+            lengths = sent(per_token, embedded.device)
         elif padded_lengths is not None:
             lengths = padded_lengths
         else:

@@ -37,6 +37,7 @@ from llama_ft.models.packing.packed_samples import (
     PackedSamples,
     TokenMixers,
     current_samples,
+    own_part_of_merged,
     set_samples,
 )
 from llama_ft.models.packing.shared_sequences import (
@@ -84,6 +85,8 @@ def use_packed_attention(built: BuiltModel, ranks: Ranks | None = None) -> Token
         model.register_forward_pre_hook(partial(_begin, mixers), with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)
         mixers.sequence = sequence
+        if sequence is not None and built.towers:
+            model.get_decoder().register_forward_pre_hook(own_part_of_merged, with_kwargs=True)
     if sequence is not None and mixers.gets_masks:
         raise UserError(
             f"{NOT_SHARED}: the attention of {type(model).__name__} needs masks of all pairs of tokens, which "
@@ -116,17 +119,18 @@ def packed_arguments(
     built: BuiltModel,
     lengths: list[int],
     device: torch.device,
+    has_media: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids,
     for packed samples of `lengths` tokens. `device`: where the model computes. Ranks that share the
-    sequence get the positions of their own tokens; the number of tokens is a multiple of the
-    ranks."""
+    sequence get the positions of their own tokens, or of all with media, see `own_part_of_merged`;
+    the number of tokens is a multiple of the ranks."""
     model = built.model
     mixers = built.mixers
     assert mixers is not None
     samples = PackedSamples.of(lengths, device)
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    if mixers.sequence is not None:
+    if mixers.sequence is not None and not has_media:
         positions = mixers.sequence.part(positions, 1)
     position_ids = marked(sent(positions, device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}

@@ -25,6 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.libraries.evidence import (
+    ADDED_FEATURES,
     ATTENTION_INTERFACE,
     CACHE_LENGTHS,
     CACHES,
@@ -32,6 +33,8 @@ from llama_ft.libraries.evidence import (
     FLASH_ATTENTION_ARGUMENTS,
     LOOKS_UP_POSITIONS,
     MASK,
+    MEDIA_TOKENS,
+    MERGED,
     MISSING_KERNEL,
     SAMPLE_OF_TOKEN,
 )
@@ -356,6 +359,42 @@ def _of_all_tokens(
 
     with samples_of(replace(samples, sequence=None)):
         return own(forward(*gathered(args), **gathered(kwargs)))
+
+
+def own_part_of_merged(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """Give a decoder this rank's part of a shared sequence whose tokens a model has merged with media.
+    A hook before the forward pass.
+
+    All ranks compute the embeddings and towers of all tokens, whose features lie anywhere in the
+    sequence. Each rank's gradients are those of its own part, and add up over ranks.
+    """
+    samples = current_samples()
+    merged = kwargs.get(MERGED)
+    if samples is None or samples.sequence is None or merged is None:
+        return None
+    sequence = samples.sequence
+    total = sum(samples.lengths)
+    if merged.shape[1] != total:
+        return None  # a micro-batch of text: the model got this rank's tokens only
+
+    def own(value: Any) -> Any:
+        if isinstance(value, dict | tuple | list):
+            return _with_tokens(value, total, total // sequence.size, own)
+        if not isinstance(value, torch.Tensor):
+            return value
+        dims = _dims_of_tokens(value, total)
+        return sequence.part(value, dims[0]) if len(dims) == 1 else value
+
+    features = kwargs.get(ADDED_FEATURES)
+    own_kwargs = {name: own(value) for name, value in kwargs.items() if name != ADDED_FEATURES}
+    if features is not None:
+        is_media = kwargs[MEDIA_TOKENS]
+        numbers = is_media.flatten().cumsum(0).view_as(is_media) - 1
+        own_numbers = sequence.part(numbers, 1)[own_kwargs[MEDIA_TOKENS]]
+        own_kwargs[ADDED_FEATURES] = [feature[own_numbers] for feature in features]
+    return args, own_kwargs
 
 
 def _joined(outputs: list[Any], lengths: tuple[int, ...]) -> Any:

@@ -270,9 +270,10 @@ def model_call(built: BuiltModel, batch: Batch, device: torch.device) -> ModelCa
     lengths = batch.example_lengths
     own = OwnTokens.of(None, input_ids)
     mask: torch.Tensor | None = None
+    has_media = batch.media is not None
     if batch.is_packed:
         input_ids, lengths = _filled_up(built, batch)
-        layout = packed_arguments(built, lengths, device)
+        layout = packed_arguments(built, lengths, device, has_media)
         own = OwnTokens.of(layout["packed_samples"].sequence, input_ids)
         mask = own.mask(batch.input_ids.shape[1], device)
     else:
@@ -282,8 +283,10 @@ def model_call(built: BuiltModel, batch: Batch, device: torch.device) -> ModelCa
         layout = {"attention_mask": mask}
     if batch.media is not None:
         layout |= batch.media.arguments(built.model, batch, lengths, device)
+    # the model merges media with all tokens of a sequence: see `own_part_of_merged`
+    own_ids = input_ids if has_media else own.part(input_ids)
     inputs = {
-        "input_ids": sent(own.part(input_ids), device),
+        "input_ids": sent(own_ids, device),
         "use_cache": False,
         **layout,
         **router_arguments(built),
@@ -346,29 +349,33 @@ def _filled_up(built: BuiltModel, batch: Batch) -> tuple[torch.Tensor, list[int]
     lengths = batch.example_lengths
     sequence = None if built.mixers is None else built.mixers.sequence
     if sequence is not None:
-        return _divisible(input_ids, lengths, sequence.size)
+        return _divisible(batch, sequence.size)
     missing = -input_ids.shape[1] % PAD_MULTIPLE[current_target().device]
     # The new example must not have more positions than the longest one.
     is_too_long = missing > max(lengths)
     if missing == 0 or is_too_long or built.router_coefficient:
         return input_ids, lengths
-    # Any text will do. Tokens of media, which are never in the loss, would lack their tensors.
-    added = input_ids[:, :missing]
-    if batch.media is not None:
-        text = input_ids[batch.labels != IGNORED]
-        if not len(text):  # the filler, which ends with text
-            text = input_ids[0]
-        added = text[-1:].expand(1, missing)
-    filled = torch.cat([input_ids, added], dim=1)
+    filled = torch.cat([input_ids, _added_tokens(batch, 0, missing)], dim=1)
     return filled, [*lengths, missing]
 
 
-def _divisible(
-    input_ids: torch.Tensor, lengths: list[int], ranks: int
-) -> tuple[torch.Tensor, list[int]]:
+def _added_tokens(batch: Batch, start: int, count: int) -> torch.Tensor:
+    """Return tokens for an additional example, [1, count]: those from `start` on. With media any text
+    will do: tokens of media, which are never in the loss, would lack their tensors."""
+    if batch.media is None:
+        return batch.input_ids[:, start : start + count]
+    text = batch.input_ids[batch.labels != IGNORED]
+    if not len(text):  # the filler, which ends with text
+        text = batch.input_ids[0]
+    return text[-1:].expand(1, count)
+
+
+def _divisible(batch: Batch, ranks: int) -> tuple[torch.Tensor, list[int]]:
     """Return the tokens and lengths with additional examples, so that all ranks that share the
     sequence have equally many tokens. Each example is a copy of the first tokens of the longest one,
     so that none has more positions than that. See `_filled_up`."""
+    input_ids = batch.input_ids
+    lengths = batch.example_lengths
     multiple = ranks * PAD_MULTIPLE[current_target().device]
     if input_ids.shape[1] < 2 * multiple:
         multiple = ranks  # otherwise the last ranks would have none but added tokens
@@ -379,7 +386,7 @@ def _divisible(
     added = []
     while missing:
         length = min(missing, longest)
-        tokens.append(input_ids[:, start : start + length])
+        tokens.append(_added_tokens(batch, start, length))
         added.append(length)
         missing -= length
     return torch.cat(tokens, dim=1), [*lengths, *added]
