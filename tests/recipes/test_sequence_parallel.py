@@ -210,7 +210,6 @@ def test_a_killed_run_continues_on_other_ranks_as_torchrun_starts_them(
     [
         ("--batching_strategy padding", "only packed sequences can be shared"),
         ("", "1 rank cannot be divided into groups of 2"),
-        ("--compile", "graphs of layers do not exchange tokens"),
     ],
 )
 def test_what_cannot_be_shared_is_one_message(flags: str, expected: str) -> None:

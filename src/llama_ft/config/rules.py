@@ -153,11 +153,6 @@ RULES: tuple[Rule, ...] = (
         "is {}, but only packed sequences can be shared. Use batching_strategy packing, or leave it out.",
     ),
     (
-        "compile",
-        lambda s: s.compile and s.sequence_parallel_size > 1,
-        "cannot be combined with sequence_parallel_size: graphs of layers do not exchange tokens. Remove one.",
-    ),
-    (
         "early_stopping_patience",
         lambda s: s.early_stopping_patience and s.run_validation and not brings_validation(s),
         "has no effect without validation data. Add validation 0.05, or a file.",

@@ -19,6 +19,7 @@ from llama_ft.models import (
     BuiltModel,
     apply_fsdp,
     checkpoint_activations,
+    compile_layers,
     use_chunked_loss,
     use_packed_attention,
     use_router_loss,
@@ -90,6 +91,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "sdpa"),
     "learned positions": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 64, "dropout": 0.0}, "sdpa"),
 }  # fmt: skip
+COMPILED = ", compiled"  # after the name of a case
 LENGTHS = [37, 20, 1, 45, 30]  # filled up to 134 or 136 tokens, so every cut is inside a sample
 LABELED = 102  # no token after these is in the loss: the last of 4 ranks has none
 
@@ -126,13 +128,16 @@ def pairs() -> Batch:
 
 def shared(case: str, ranks: runtime.Ranks) -> BuiltModel:
     """The model as the recipe prepares it."""
-    built = BuiltModel(make(case))
+    name, is_compiled = case.removesuffix(COMPILED), case.endswith(COMPILED)
+    built = BuiltModel(make(name))
     model = built.model
     built.mixers = use_packed_attention(built, ranks)
     use_rope_per_sample(model)
     built.router_coefficient = use_router_loss(model, None)
     checkpoint_activations(built, TrainConfig(activation_checkpointing="full"))
     built.has_chunked_loss = use_chunked_loss(built)
+    if is_compiled:
+        compile_layers(built, backend="aot_eager")
     precision = runtime.PRECISIONS["fp32"]
     fsdp = FSDPConfig(enable_fsdp=True, min_num_params=1000)
     built.units = apply_fsdp(built, ranks.mesh, fsdp, precision)

@@ -24,6 +24,7 @@ from llama_ft.training.objectives.base import model_call
 from recipes import shared_step_job
 
 FAST = ("llama", "gemma 3", "sinks", "latent attention", "longrope", "routers", "delta nets")
+COMPILED = [f"{case}{job.COMPILED}" for case in ("llama", "gemma 3", "latent attention")]
 SIMPO = "llama by simpo"
 CPU = torch.device("cpu")
 # Sums over all tokens in another order: of the largest gradient of a tensor. Recurrences add rounding.
@@ -34,7 +35,7 @@ TOLERANCE = {"delta nets": 2e-5}
 def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One launch of ranks that share all sequences; with 4 ranks key heads are repeated."""
     folder = tmp_path_factory.mktemp("shared")
-    cases = (*FAST, SIMPO) if request.param == 2 else (*job.CASES, SIMPO)
+    cases = (*FAST, SIMPO) if request.param == 2 else (*job.CASES, SIMPO, *COMPILED)
     size = str(request.param)
     finished = forked(Path(job.__file__), folder, size, *cases, ranks=request.param, timeout=900)
     assert finished.exit_code == 0, finished.output

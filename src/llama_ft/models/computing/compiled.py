@@ -35,7 +35,12 @@ AUTO_LIGER = frozenset(
 def compile_layers(built: BuiltModel, backend: str = "inductor") -> None:
     """Compile the `forward` of decoder layers, inside the hooks with which fully_shard all-gathers
     their weights. Layers of one kind share a graph, which is made in the first step. Not for
-    generation: its key-value cache grows with every token."""
+    generation: its key-value cache grows with every token.
+
+    If ranks share sequences, the parts of a layer are compiled instead (norms, MLP, and attention
+    before and after the exchange between ranks): no graph contains an exchange, and the graph of a
+    checkpointed layer could not end at one.
+    """
     model = built.model
     if built.mixers is not None and built.mixers.needs_scope:
         raise UserError(
@@ -48,9 +53,19 @@ def compile_layers(built: BuiltModel, backend: str = "inductor") -> None:
     torch._dynamo.config.recompile_limit = 32
     torch.compiler.config.dynamic_sources = ",".join(VARYING_DIMENSIONS)
     layers = decoder_layers(model)
-    graphs = _Graphs(torch.compile(_forward, backend=backend), kinds=_count_kinds(model, layers))
-    for layer in layers:
-        replace_method(layer, "forward", partial(_forward_or_graph, layer, graphs))
+    kinds = _count_kinds(model, layers)
+    compiled = torch.compile(_forward, backend=backend)
+    if built.mixers is not None and built.mixers.sequence is not None:
+        parts = [list(layer.children()) for layer in layers]
+        graphs = _Graphs(compiled, kinds * (max(map(len, parts)) + 1))  # attention has two
+        for layer, parts_of_layer in zip(layers, parts, strict=True):
+            for part in parts_of_layer:
+                replace_method(part, "forward", partial(graphs, part))
+            replace_method(layer, "forward", partial(_forward_of_parts, layer))
+    else:
+        graphs = _Graphs(compiled, kinds)
+        for layer in layers:
+            replace_method(layer, "forward", partial(_forward_or_graph, layer, graphs))
     log.info(f"{len(layers)} decoder layers will be compiled at the first step.")
 
 
@@ -97,6 +112,12 @@ def _count_kinds(model: PreTrainedModel, layers: list[nn.Module]) -> int:
 def _forward_or_graph(layer: nn.Module, graphs: _Graphs, *args: Any, **keywords: Any) -> Any:
     run = _forward if has_cache(keywords) else graphs
     return run(layer, *args, **keywords)
+
+
+def _forward_of_parts(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+    eager = torch.compiler.set_stance("force_eager") if has_cache(keywords) else nullcontext()
+    with eager:
+        return _forward(layer, *args, **keywords)
 
 
 def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:

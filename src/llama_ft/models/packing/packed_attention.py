@@ -214,11 +214,23 @@ def _over_shared_heads(attend: Callable[..., Attention]) -> Callable[..., Attent
             raise UserError(
                 f"{NOT_SHARED}: {type(module).__name__} has a mask of its own. Leave it out."
             )
-        own = partial(attend, packed_samples=replace(samples, sequence=None))
         tensors = (query, key, value)
-        return attend_over_heads(own, module, tensors, samples.sequence, arguments)
+        return _attend_with_other_ranks(attend, module, tensors, samples, arguments)
 
     return forward
+
+
+@torch.compiler.disable(reason="ranks exchange tokens between two graphs of a layer")
+def _attend_with_other_ranks(
+    attend: Callable[..., Attention],
+    module: nn.Module,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key, value
+    samples: PackedSamples,
+    arguments: dict[str, Any],
+) -> Attention:
+    assert samples.sequence is not None
+    own = partial(attend, packed_samples=replace(samples, sequence=None))
+    return attend_over_heads(own, module, tensors, samples.sequence, arguments)
 
 
 @_over_shared_heads
