@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
+from conftest import REPOSITORY
 from safetensors.numpy import load_file
 
 from llama_ft.errors import UserError
@@ -16,6 +18,7 @@ from llama_ft.extensions.rollouts.rounds import (
     Reward,
     Round,
     RoundFacts,
+    folder_of,
     list_rounds,
     read_round,
     write_round,
@@ -56,6 +59,18 @@ def a_round(step: int = 1) -> Round:
         [answer("cm\nmm", [8, 9, 10], 0.25, seed=0), answer("m", [8, 2], 0.7)],
     ]
     return Round(facts, prompts, answers)
+
+
+def test_a_directory_with_the_name_rollouts_has_the_rounds_itself(tmp_path: Path) -> None:
+    folder = write_round(tmp_path / "rollouts", a_round())
+    assert folder == tmp_path / "rollouts/000001"
+    assert list_rounds(tmp_path / "rollouts") == list_rounds(tmp_path) == [folder]
+
+
+def test_the_page_has_the_directory_that_its_command_writes() -> None:
+    page = (REPOSITORY / "docs/guides/rollouts.md").read_text()
+    [output_dir] = set(re.findall(r"llama-ft rollout .* --output_dir (\S+)", page))
+    assert f"\n{folder_of(Path(output_dir), 1)}/\n" in page
 
 
 def test_a_round_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ class RolloutFlags(RewardFlags, RolloutServerFlags, ModelFlags):
     fine-tuning."""
 
     output_dir: str | None = None
-    """Directory for the rounds, which are written to its rollouts/. Complete rounds are kept, and the
-    first missing one is generated next."""
+    """Directory for the rounds, which are written to its rollouts/, or into itself if that is its
+    name. Complete rounds are kept, and the first missing one is generated next."""
 
     num_generations: Count = 8
     """Answers per prompt."""

@@ -1,7 +1,7 @@
 """Rounds of rollouts on disk: the answers to some prompts, with all that is needed to train on them or
 to repeat them.
 
-    OUTPUT_DIR/rollouts/000001/
+    OUTPUT_DIR/rollouts/000001/  (or OUTPUT_DIR/000001/ if its own name is rollouts)
         prompts.jsonl          the prompts, their token ids, and the texts of their answers
         samples.safetensors    numbers of all answers, first those to the first prompt:
             tokens     int32   [tokens]          token ids of all answers, one after another
