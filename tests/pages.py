@@ -59,6 +59,7 @@ BASH_BLOCK = r"^(?:<!-- needs: (.*?) -->\n)?```bash\n(.*?)^```$"
 MISSING = (
     "no such directory",
     "there is no run or model",
+    "there is no run in output",
     "no such file",
     "there is no folder",
     "no token for",

@@ -292,9 +292,9 @@ def test_the_readme_is_short_and_its_first_screen_is_in_order() -> None:
     on_a_gpu, without_a_gpu, *_ = README.blocks("bash")
     assert [command.text for command in read_commands(on_a_gpu)] == [
         'pip install -e ".[gpu]"',
-        "llama-ft plan --config alpaca_lora --fit rtx4090 --price 0.40",
-        "llama-ft train --config alpaca_lora",
-        "llama-ft chat output/alpaca",
+        "llama-ft plan --config gemma4_e4b_lora_24gb --fit rtx4090 --price 0.40",
+        "llama-ft train --config gemma4_e4b_lora_24gb --dataset my_data.jsonl",
+        "llama-ft chat",
     ]
     assert [command.text for command in read_commands(without_a_gpu)] == [
         "make quickstart",
