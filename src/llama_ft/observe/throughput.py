@@ -137,11 +137,15 @@ class ThroughputMeter:
             processes: that compute these samples together, each a part of their tokens.
         """
         self._waited_seconds = waited_seconds
-        self.flops = sum(self._formula.of(lengths, targets)) / processes
+        self.count(lengths, targets, processes)
         if self._counted_step is not None and step >= self._counted_step:
             self._counted_step = None
             self._counter = FlopCounterMode(display=False).__enter__()
         self._end = self._end or self._now()
+
+    def count(self, lengths: Sequence[int], targets: int, processes: int = 1) -> None:
+        """Count the FLOPs of a step. Arguments: see `begin_step`."""
+        self.flops = sum(self._formula.of(lengths, targets)) / processes
 
     def end_step(self, step: int, tokens: float, flops: float) -> None:
         """Take the time after the weights' update (on a GPU: when it is queued). Arguments: sums of

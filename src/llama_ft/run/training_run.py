@@ -125,8 +125,7 @@ class TrainingRun:
 
     def begin_step(self, step: StepBatches, waited_seconds: float) -> None:
         """Start to measure a step. `waited_seconds` is how long training waited for its batches."""
-        lengths = [length for batch in step.batches for length in batch.example_lengths]
-        targets = sum(batch.target_tokens for batch in step.batches)
+        lengths, targets = _work_of(step)
         processes = self.ranks.data.processes
         self.throughput.begin_step(step.step, lengths, targets, waited_seconds, processes)
         self.waited_seconds = waited_seconds
@@ -144,7 +143,8 @@ class TrainingRun:
             The metrics of the step that are known before its loss is read. Entries that the recipe
             adds, numbers or tensors of one number, are logged like these. Rank 0 logs its own.
         """
-        step = outcome.batches
+        step = outcome.batches  # the objective may have made other batches than planned
+        self.throughput.count(*_work_of(step), self.ranks.data.processes)
         own = {
             # without padding; processes that share a sequence share its tokens
             "tokens": sum(batch.tokens for batch in step.batches) / self.ranks.data.processes,
@@ -315,3 +315,9 @@ class TrainingRun:
         self.writer.finish()
         for part in self._parts:
             part.ended(self, "finished")
+
+
+def _work_of(step: StepBatches) -> tuple[list[int], int]:
+    """Return the tokens of each sample of this rank in a step, and the number in the loss."""
+    lengths = [length for batch in step.batches for length in batch.example_lengths]
+    return lengths, sum(batch.target_tokens for batch in step.batches)
