@@ -9,15 +9,16 @@ import torch
 from llama_ft.extensions.rollouts.grpo.losses import (
     COUNTS_TOKENS,
     PolicyLoss,
+    SamplerWeights,
     Tokens,
     advantages,
-    effective_sample_size,
     policy_losses,
     ratios,
     reference_divergence,
     sampler_weights,
     token_weights,
 )
+from llama_ft.extensions.rollouts.grpo.mismatch import Mismatch
 
 LENGTHS = [5, 1, 7, 3]
 ADVANTAGES = [0.9, -1.3, 0.0, 0.4]
@@ -133,6 +134,36 @@ def test_equal_log_probabilities_have_weights_of_1() -> None:
     for kind in ("token_mask", "sequence_truncate"):
         weights = sampler_weights(numbers.old, numbers.old, numbers.tokens, kind, 2.0)  # type: ignore[arg-type]
         assert weights.weights.tolist() == [1.0] * sum(LENGTHS)
-    assert float(effective_sample_size(weights.weights)) == pytest.approx(1.0)
-    skewed = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    assert float(effective_sample_size(skewed)) == pytest.approx(0.25)
+
+
+def test_mismatch_has_means_the_largest_weight_and_the_effective_sample_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of two micro-batches of one rank, and another rank without answers."""
+    numbers = Numbers()
+    weights = sampler_weights(numbers.old, numbers.sampler, numbers.tokens, "token_mask", 1.2)
+    mismatch = Mismatch()
+    cut = 6
+    for part in (slice(cut), slice(cut, None)):
+        some = SamplerWeights(*(values[part] for values in weights))
+        mismatch.add(numbers.old[part], numbers.sampler[part], some)
+    mine = mismatch.take()
+    other = mismatch.take()
+    gathered = {name: torch.tensor([mine[name], other[name]]) for name in mine}
+    metrics = mismatch.metrics(gathered, 3)
+    values = weights.weights.tolist()
+    differences = (numbers.old - numbers.sampler).tolist()
+    masked = sum(value == 0 for value in values)
+    assert masked > 1
+    expected = {
+        "weight": statistics.mean(values),
+        "largest_weight": max(values),
+        "effective_sample_size": sum(values) ** 2
+        / (len(values) * sum(value * value for value in values)),
+        "masked": masked / len(values),
+        "kl": statistics.mean(math.exp(d) - d - 1 for d in differences),
+    }
+    assert metrics == {f"train/sampler/{name}": pytest.approx(v) for name, v in expected.items()}
+    assert mismatch.metrics({name: values * 0 for name, values in gathered.items()}, 4) == {}
+    mismatch.metrics(gathered, 5)
+    assert caplog.text.count("of the tokens are not trained on") == 1  # of step 3

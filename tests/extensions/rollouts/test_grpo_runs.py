@@ -225,6 +225,9 @@ def test_metrics_have_the_mean_rewards_of_each_round(job: Job) -> None:
         assert line["train/rollout/without_reward"] == len(answers) - len(totals)
         # the sampler and the trainer compute the same probabilities
         assert line["train/sampler/weight"] == pytest.approx(1, abs=1e-4)
+        assert line["train/sampler/largest_weight"] == pytest.approx(1, abs=1e-4)
+        assert line["train/sampler/effective_sample_size"] == pytest.approx(1, abs=1e-4)
+        assert line["train/sampler/masked"] == 0
         assert line["train/sampler/kl"] == pytest.approx(0, abs=1e-6)
 
 

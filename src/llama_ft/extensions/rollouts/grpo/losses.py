@@ -145,11 +145,6 @@ def sampler_weights(
     return SamplerWeights(weights.masked_fill(above, 0.0), above)
 
 
-def effective_sample_size(weights: torch.Tensor) -> torch.Tensor:
-    """Return it as a share of the number of weights: 1 if all are equal."""
-    return weights.sum() ** 2 / (weights.square().sum() * len(weights)).clamp(min=1e-30)
-
-
 def ratios(
     new: torch.Tensor, old: torch.Tensor, tokens: Tokens, settings: PolicyLoss
 ) -> torch.Tensor:

@@ -25,7 +25,6 @@ from llama_ft.extensions.rollouts.grpo.losses import (
     COUNTS_TOKENS,
     LossType,
     PolicyLoss,
-    SamplerWeights,
     Tokens,
     policy_losses,
     ratios,
@@ -33,6 +32,7 @@ from llama_ft.extensions.rollouts.grpo.losses import (
     sampler_weights,
     token_weights,
 )
+from llama_ft.extensions.rollouts.grpo.mismatch import Mismatch
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters.lora import adapter_off
@@ -56,6 +56,7 @@ class Grpo(Objective):
 
     Attributes:
         rounds: has the round of each step; None in a plan.
+        mismatch: adds up the importance weights of a step.
     """
 
     def __init__(self, config: Config | None = None) -> None:
@@ -72,6 +73,7 @@ class Grpo(Objective):
         )
         self.counts_tokens = COUNTS_TOKENS[self._loss_type]
         self.rounds: TrainingRounds | None = None
+        self.mismatch = Mismatch()
 
     @staticmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
@@ -118,7 +120,9 @@ class Grpo(Objective):
             self._settings.importance_clip_max,
         )
         losses = losses * weights.weights
-        logged = mismatch(old, sampler, weights) | {"policy/clipped": clipped.float().sum()}
+        if self.rounds is not None:  # not in a plan
+            self.mismatch.add(old, sampler, weights)
+        logged = {"policy/clipped": clipped.float().sum()}
         if reference is not None:
             divergence = reference_divergence(new, reference, ratio)
             losses = losses + settings.beta * divergence
@@ -167,16 +171,3 @@ def numbers_of(batch: Batch) -> AnswerNumbers:
     return AnswerNumbers(
         Tokens(answers, lengths), torch.zeros(len(lengths)), torch.zeros(len(answers))
     )
-
-
-def mismatch(
-    old: torch.Tensor, sampler: torch.Tensor, weights: SamplerWeights
-) -> dict[str, torch.Tensor]:
-    """Return sums over tokens that say how far the sampler is from the trainer: see
-    docs/reference/metrics.md."""
-    difference = old - sampler
-    return {
-        "sampler/weight": weights.weights.sum(),
-        "sampler/masked": weights.masked.float().sum(),
-        "sampler/kl": (difference.exp() - difference - 1).sum(),
-    }

@@ -103,6 +103,7 @@ class TrainingRounds(Part):
         objective = inputs.objective
         assert isinstance(objective, Grpo)
         objective.rounds = self
+        self._mismatch = objective.mismatch
 
     def opened(self, run: TrainingRun) -> None:
         """Find the rounds on disk, and verify those that will be trained on."""
@@ -145,10 +146,15 @@ class TrainingRounds(Part):
         self._seconds = time.monotonic() - started
         return stored
 
+    def numbers(self, run: TrainingRun) -> dict[str, float]:
+        """Return the sums over this rank's importance weights."""
+        return self._mismatch.take()
+
     def after_step(self, run: TrainingRun, outcome: StepOutcome, metrics: dict[str, Any]) -> None:
         """Log the numbers of the round."""
         if isinstance(outcome.batches, RoundStep):
             metrics.update(outcome.batches.metrics)
+            metrics.update(self._mismatch.metrics(outcome.numbers, outcome.step))
             metrics[SECONDS] = self._seconds
 
     def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
