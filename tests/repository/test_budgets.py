@@ -39,7 +39,7 @@ TOKENS = {
     "extensions/images": 11_200,
     "extensions/kubeflow": 850,
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
-    "extensions/rollouts": 19_900,  # rounds, samplers, servers, rewards, conversions and GRPO
+    "extensions/rollouts": 20_900,  # rounds, samplers, servers, rewards, conversions and GRPO
     "extensions/scores": 2200,
     "extensions/serving": 18_600,  # rules of edited adapters and probes, and of quantized bases
     "extensions/store": 9900,

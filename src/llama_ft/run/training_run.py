@@ -287,7 +287,9 @@ class TrainingRun:
             reason = f"the {best.title} was best at step {best.step}"
         elif outcome.time_is_up:
             reason = f"max_train_time {self.config.train.max_train_time} is over"
-        if best.should_stop or outcome.time_is_up:
+        elif outcome.end_reason:
+            reason = outcome.end_reason
+        if best.should_stop or outcome.time_is_up or outcome.end_reason:
             self.facts.add(stopped_early=reason)
         is_over = self._ends_run(outcome)
         if self.stop is not None and (self.stop.exit_code != 0 or not is_over):

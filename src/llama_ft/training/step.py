@@ -122,6 +122,7 @@ class StepOutcome:
         metrics: known values; `read_loss_or_stop` adds the loss and the norm.
         is_last: no step follows: all are done, or max_train_time is over.
         time_is_up: max_train_time is over.
+        end_reason: why a part of the run has set `is_last`, for the log.
         is_stopping: the run was asked to stop.
         save_failed: a rank could not write the pending checkpoint.
         evaluation: the validation loss is due.
@@ -140,6 +141,7 @@ class StepOutcome:
     metrics: dict[str, Any] = field(default_factory=dict)
     is_last: bool = False
     time_is_up: bool = False
+    end_reason: str = ""
     is_stopping: bool = False
     save_failed: bool = False
     evaluation: bool = False
@@ -161,6 +163,13 @@ class StepOutcome:
     def step(self) -> int:
         """Number of the step, counted from 1."""
         return self.batches.step
+
+    def end_early(self, reason: str) -> None:
+        """Make this the last step of the run, on all ranks. `reason` is for the log."""
+        self.is_last = True
+        self.is_logged = True
+        self.answers = False
+        self.end_reason = reason
 
     @property
     def needs_loss(self) -> bool:

@@ -1,5 +1,6 @@
 """Runs with --objective grpo, compared with a loop over the answers of their rounds."""
 
+import json
 import math
 import statistics
 from pathlib import Path
@@ -103,6 +104,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
         for steps in (1, 2):
             cases.append(one.flags(f"{name}-{steps}", **sgd(**settings, max_train_step=steps)))
     cases.append(one.flags("whole", lr=0.01, save_steps=2, max_train_step=5))
+    cases.append(one.flags("limited", lr=0.01, max_train_step=5, max_generated_tokens=100))
     learning = {"reward": f"{one.folder}/reward.py:letters", "num_generations": 16, "lr": 0.1}
     cases.append(one.flags("learning", **learning, num_epochs=4))
     run_cases(one.folder, cases)
@@ -236,6 +238,17 @@ def test_each_round_is_of_the_prompts_and_weights_of_its_step(job: Job) -> None:
     seen = sorted(prompt.index for one in rounds for prompt in one.prompts)
     assert seen == list(range(15))  # an epoch
     assert len({one.facts.policy["checksum"] for one in rounds}) == 5
+
+
+def test_a_run_ends_after_the_step_that_reaches_the_limit_of_tokens(job: Job) -> None:
+    folder = job.folder / "limited"
+    tokens = [job.round("limited", step).tokens for step in (1, 2)]
+    assert tokens[0] < 100 <= sum(tokens)
+    assert [line["step"] for line in metrics(folder)] == [1, 2]
+    assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["000001", "000002"]
+    assert (folder / "model/adapter_model.safetensors").is_file()
+    facts = json.loads((folder / "facts.json").read_text())
+    assert facts["stopped_early"] == "max_generated_tokens 100 is reached"
 
 
 def test_a_verifiable_reward_rises(job: Job) -> None:

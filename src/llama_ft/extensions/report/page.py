@@ -32,6 +32,7 @@ METRIC_PLOTS = {  # key -> title
     "train/loss": "Loss",
     "eval/loss": "Validation loss",
     "eval/score": "Score of the validation set",
+    "train/reward": "Mean reward of the answers",
     "train/lr": "Learning rate",
     "train/grad_norm": "Gradient norm",
     "perf/tokens_per_second": "Tokens per second",

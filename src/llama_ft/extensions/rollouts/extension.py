@@ -30,6 +30,7 @@ GRPO = ObjectiveEntry(
         "prompts_per_step",
         "max_completion_length",
         "temperature",
+        "max_generated_tokens",
         "generate_batch_size",
         "epsilon",
         "epsilon_high",

@@ -108,9 +108,8 @@ def sampling_facts(sampling: Sampling, prompts_per_step: int) -> dict[str, Any]:
 def describe(rollouts: Round) -> str:
     """Return the numbers of a round, for the log."""
     answers = [answer for group in rollouts.answers for answer in group]
-    tokens = sum(len(answer.token_ids) for answer in answers)
     truncated = sum(not answer.has_ended for answer in answers)
-    text = f"{plural(len(answers), 'answer')}, {tokens:,} tokens"
+    text = f"{plural(len(answers), 'answer')}, {rollouts.tokens:,} tokens"
     if truncated:
         text += f", {truncated:,} truncated at --max_completion_length"
     skipped = len(rollouts.prompts) - len(rollouts.groups())

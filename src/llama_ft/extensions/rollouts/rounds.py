@@ -143,6 +143,11 @@ class Round:
     prompts: list[Prompt]
     answers: list[list[Answer]]
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(answer.token_ids) for group in self.answers for answer in group)
+
     def groups(self) -> list[int]:
         """Return the indices of the prompts with at least two answers that have a reward."""
         return [index for index, group in enumerate(self.answers) if has_group(group)]

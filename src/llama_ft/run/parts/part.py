@@ -35,7 +35,7 @@ class Part:
         Args:
             run: its `state` counts the step.
             outcome: what is due after the step; `outcome.save = True` on all ranks adds a
-                checkpoint.
+                checkpoint, and `outcome.end_early(reason)` ends the run.
             metrics: entries that are added, numbers or tensors of one number, are logged.
         """
 

@@ -190,7 +190,7 @@ def metrics_of(rollouts: Round, chosen: RoundAnswers) -> dict[str, float]:
         if known:
             metrics[f"train/reward/{reward.name}"] = _mean(known)
     return metrics | {
-        "train/rollout/tokens": sum(len(answer.token_ids) for answer in answers),
+        "train/rollout/tokens": rollouts.tokens,
         "train/rollout/mean_length": _mean([len(answer.token_ids) for answer in answers]),
         "train/rollout/truncated": _mean([not answer.has_ended for answer in answers]),
         "train/rollout/without_reward": len(answers) - len(totals),

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.value_types import STRICT, Count
+from llama_ft.config.value_types import STRICT, Count, CountOrZero
 from llama_ft.extensions.rollouts.rewards.flags import RewardFlags
 
 
@@ -24,6 +24,10 @@ class GrpoConfig(RewardFlags):
 
     temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
     """grpo: sampling temperature. The loss is of the same distribution."""
+
+    max_generated_tokens: CountOrZero = 0
+    """grpo: end the run, with its final model, after the step in which the answers of all steps reach
+    this many tokens; 0: no limit."""
 
     generate_batch_size: Count = 32
     """grpo: answers generated at once, per rank."""

@@ -11,6 +11,7 @@ import hashlib
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,11 +50,12 @@ from llama_ft.training.evaluation import evaluating
 SECONDS = "perf/rollout_seconds"
 # settings that a resumed run may change
 MAY_DIFFER = (
+    "reward",  # compared with that of the rounds
     "reward_timeout",
     "reward_memory",
     "reward_processes",
     "generate_batch_size",
-    "reward",
+    "max_generated_tokens",
 )
 
 
@@ -99,6 +101,7 @@ class TrainingRounds(Part):
         self._base_checksum: str = base
         self._places = [*setup.resumed_folders[1:], *filter(None, [setup.unfinished])]
         self._directory = Path()
+        self._generated_tokens = 0  # of the steps so far
         self._seconds = 0.0
         objective = inputs.objective
         assert isinstance(objective, Grpo)
@@ -109,6 +112,9 @@ class TrainingRounds(Part):
         """Find the rounds on disk, and verify those that will be trained on."""
         self._directory = run.directory
         self._places.insert(0, run.directory)
+        if self._settings.max_generated_tokens:
+            count = partial(self._count_tokens, run.state.step)
+            self._generated_tokens = self._ranks.broadcast_from_rank0(count)
         if not self._ranks.is_main:
             return
         sampling = self._sampling(run.built)
@@ -144,6 +150,7 @@ class TrainingRounds(Part):
                 lambda: read_round(folder_of(self._directory, planned.step))
             )
         self._seconds = time.monotonic() - started
+        self._generated_tokens += stored.tokens
         return stored
 
     def numbers(self, run: TrainingRun) -> dict[str, float]:
@@ -156,10 +163,22 @@ class TrainingRounds(Part):
             metrics.update(outcome.batches.metrics)
             metrics.update(self._mismatch.metrics(outcome.numbers, outcome.step))
             metrics[SECONDS] = self._seconds
+        limit = self._settings.max_generated_tokens
+        if limit and self._generated_tokens >= limit:
+            outcome.end_early(f"max_generated_tokens {limit:,} is reached")
 
     def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
         """End the processes of the rewards."""
         self._closing.close()
+
+    def _count_tokens(self, step: int) -> int:
+        """Return the tokens of all answers up to a step."""
+        tokens = 0
+        for number in range(1, step + 1):
+            folders = [folder_of(place, number) for place in self._places]
+            folder = next(filter(Path.is_dir, folders), None)
+            tokens += 0 if folder is None else read_round(folder).tokens
+        return tokens
 
     def _prompts_of(self, planned: StepBatches) -> list[Prompt]:
         """Return the prompts of a step, over all ranks, in the order of the dataset."""
