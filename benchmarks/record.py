@@ -71,6 +71,7 @@ BENCHMARKS = {
         "benchmarks/planner/other_tools.py", "Plans against published figures of other tools", 10
     ),
     "sequences": Benchmark("benchmarks/planner/long_context.py", "Sequence parallelism", 30),
+    "tiles": Benchmark("benchmarks/planner/tiled_mlp.py", "Tiled MLPs", 5),
     "loading": Benchmark("benchmarks/speed/loading.py", "Loading", 20),
     "data": Benchmark("benchmarks/speed/data.py", "Packing", 15),
     "checkpoints": Benchmark("benchmarks/checkpoints/checkpoint.py", "Checkpoints", 15),
