@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import venv
 from importlib.metadata import Distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from forked import REPOSITORY
 from model_shapes import write_config
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from llama_ft.data import cache_dir
+from llama_ft.data.smollm2 import MODULE, build_smollm2
 
 VERBS = ["train", "plan", "chat", "evaluate", "export", "check", "report", "watch", "rollout"]
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
@@ -192,8 +196,11 @@ def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(
 def test_an_installed_wheel_plans_packaged_configs_by_name_in_any_directory(
     installed: Path, tmp_path: Path
 ) -> None:
-    model = write_config(tmp_path / "model", "Qwen/Qwen3-4B-Instruct-2507")
-    for name, table in {"qwen3_4b_lora_24gb": "10.2", "support_tickets": "9.5"}.items():
+    for name, model_name, table in (
+        ("qwen3.5_9b_4bit_24gb", "Qwen/Qwen3.5-9B", "15.3"),
+        ("support_tickets", "Qwen/Qwen3-4B-Instruct-2507", "9.5"),
+    ):
+        model = write_config(tmp_path / name, model_name)
         flags = ["--config", name, "--model_name", model, "--quick"]
         plan = run(installed / "llama-ft", "plan", *flags, cwd=tmp_path).stdout
         [planned] = re.findall(r"A GPU needs ([\d.]+) GiB", plan)
@@ -226,9 +233,10 @@ def test_one_variable_gives_the_site_and_the_citation_the_url_of_the_repository(
 
 
 @pytest.mark.slow
-def test_the_demo_of_an_installed_wheel_trains_on_two_ranks(
+def test_an_installed_wheel_trains_the_quickstart_on_two_ranks_in_another_directory(
     installed: Path, tmp_path: Path
 ) -> None:
+    model = build_smollm2(cache_dir()) if find_spec(MODULE) else "demo"
     torchrun = [
         sys.executable,
         "-m",
@@ -239,7 +247,8 @@ def test_the_demo_of_an_installed_wheel_trains_on_two_ranks(
         "--no-python",
     ]
     few = (
-        "--device cpu --enable_fsdp --max_train_step 2 --warmup_steps 0 --no_run_validation"
+        f"--config quickstart --model_name {model} --device cpu --enable_fsdp --low_cpu_fsdp "
+        "--max_train_step 2 --warmup_steps 0 --no_run_validation --sample_tokens 0"
     ).split()
     done = run(
         *torchrun,
@@ -251,7 +260,7 @@ def test_the_demo_of_an_installed_wheel_trains_on_two_ranks(
         cwd=tmp_path,
     )
     assert "step 2/2  loss" in done.stdout + done.stderr
-    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
     flags = [
         "--config",
         tmp_path / "run" / "config.yaml",
