@@ -44,6 +44,7 @@ NAMES = {
     ("distributed.ProcessGroup", "the report of a rank that hangs"): (
         "_get_sequence_number_for_group"
     ),
+    ("_C", "expandable segments"): "_accelerator_setAllocatorSettings",
     ("cuda.memory", "memory snapshots"): (
         "_record_memory_history(max_entries) _dump_snapshot(filename)"
     ),

@@ -1,6 +1,5 @@
 """Devices of the ranks, copies to them, and the dtypes of each --precision."""
 
-import os
 import socket
 from collections.abc import Iterable
 from functools import cache
@@ -11,6 +10,7 @@ import torch
 
 from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import UserError, reason
+from llama_ft.runtime.allocator import check_expandable_segments
 
 # CPU features with which oneDNN multiplies matrices in 16 bits, on x86 and on Arm. Without them it
 # emulates these matmuls, several times slower than fp32.
@@ -72,9 +72,6 @@ def claim_device(device: torch.device, memory_fraction: float | None) -> str:
     """
     if device.type != "cuda":
         return f"CPU on {socket.gethostname()}, threads: {torch.get_num_threads()}"
-    # its older name; torch reads it at the first allocation
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -88,7 +85,8 @@ def claim_device(device: torch.device, memory_fraction: float | None) -> str:
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
     name = f"{torch.cuda.get_device_name(device)} on {socket.gethostname()}"
-    return f"{name}, {size_text(total)}, free at the start: {free / total:.0%}"
+    segments = check_expandable_segments(device)
+    return f"{name}, {size_text(total)}, free at the start: {free / total:.0%}, {segments}"
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -30,6 +30,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from llama_ft.runtime.allocator import request_expandable_segments
+
+request_expandable_segments()  # bitsandbytes asks for the GPU's capability, which initializes CUDA
 # Import bitsandbytes without torch's compiler, which would take 2 s and 40 MiB per rank and is not
 # used. This must happen before PEFT imports it. The import also warns about a CPU kernel that is
 # not needed.
