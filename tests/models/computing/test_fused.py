@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from llama_ft.config import Config, ModelConfig, TrainConfig
 from llama_ft.errors import UserError
 from llama_ft.models import choose_liger, fuse_layers
+from llama_ft.models.computing import compiled
 from llama_ft.models.computing.compiled import AUTO_LIGER
 from llama_ft.run import Setup
 from llama_ft.runtime import Target, computing_on
@@ -107,6 +108,7 @@ def test_liger_is_chosen_if_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_liger(False, llama, False, CUDA)[0] is False
     with pytest.raises(UserError, match="need CUDA"):
         choose_liger(True, llama, False, CPU)
+    monkeypatch.setattr(compiled, "find_spec", lambda _: "installed")
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
     use, reason = choose_liger("auto", llama, False, CUDA)
     assert not use
@@ -114,6 +116,17 @@ def test_liger_is_chosen_if_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> N
     assert "cannot be imported" in reason
     with pytest.raises(UserError, match="cannot be imported"):
         choose_liger(True, llama, False, CUDA)
+
+
+def test_a_user_without_liger_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "find_spec", lambda _: None)
+    advice = 'is not installed: pip install -e ".[gpu]"'
+    assert advice in choose_liger("auto", AutoConfig.for_model("llama", **SHAPE), False, CUDA)[1]
+    with pytest.raises(UserError, match="is not installed"):
+        choose_liger(True, AutoConfig.for_model("llama", **SHAPE), False, CUDA)
+    # a model that Liger would not be chosen for
+    other = choose_liger("auto", AutoConfig.for_model("mixtral", **SHAPE), False, CUDA)[1]
+    assert advice not in other
 
 
 @needs_liger

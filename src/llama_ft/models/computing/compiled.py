@@ -4,6 +4,7 @@ on CUDA, ours on the CPU."""
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -150,6 +151,9 @@ def _liger_problem(config: PretrainedConfig, compiles: bool, target: Target, is_
         return "Liger's kernels need CUDA"
     if compiles:
         return "--compile fuses the same operations"
+    is_known = is_asked or config.model_type in AUTO_LIGER
+    if is_known and find_spec("liger_kernel") is None:
+        return 'liger-kernel, which makes steps shorter, is not installed: pip install -e ".[gpu]"'
     try:
         from liger_kernel.transformers import monkey_patch
     except Exception as error:  # also errors of Triton
