@@ -79,6 +79,15 @@ def test_a_rank_knows_its_share_of_the_samples_and_its_shard(degree: int, shard:
         dist.destroy_process_group()
 
 
+def test_the_mean_over_one_process_is_its_value_and_needs_no_process_group() -> None:
+    cpu = torch.device("cpu")
+    ranks = Ranks(0, 1, 0, 1, cpu, cpu, "CPU", None, None)
+    value = torch.tensor([2.0, 3.0], requires_grad=True)
+    mean = ranks.mean_over_ranks(value)
+    assert mean.tolist() == [2.0, 3.0]
+    assert not mean.requires_grad and mean.data_ptr() != value.data_ptr()
+
+
 def test_a_global_batch_that_the_ranks_cannot_divide_is_described_with_those_that_can() -> None:
     assert describe_uneven(8, 4) == ""
     assert describe_uneven(12, 5) == (

@@ -120,14 +120,14 @@ class _LowRankExperts(torch.autograd.Function):
         ends: torch.Tensor,
         scaling: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [tokens, in] -> zeros [tokens, out] without storage, which pass on the gradient of y;
-        and u [tokens, r]."""
+        """x [tokens, in] -> a placeholder [tokens, out] without storage, which passes on the gradient of
+        y; and u [tokens, r]."""
         ctx.scaling = scaling
         u = _small_product(x, _ready(left, 2), ends)
         ctx.save_for_backward(x, u, weight, left, right, ends)
         ctx.mark_non_differentiable(u)
-        zeros = x.new_zeros(()).expand(len(x), weight.shape[2])
-        return zeros, u
+        placeholder = x.new_empty(()).expand(len(x), weight.shape[2])  # nothing reads it
+        return placeholder, u
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
@@ -149,10 +149,10 @@ class _LowRankExperts(torch.autograd.Function):
 
 
 class _ExpertsMatmul(torch.autograd.Function):
-    """Computes y. Its gradient is passed on to `zeros`."""
+    """Computes y. Its gradient is passed on to the placeholder."""
 
     @staticmethod
-    def forward(ctx: Any, zeros: torch.Tensor, *others: Any) -> torch.Tensor:
+    def forward(ctx: Any, placeholder: torch.Tensor, *others: Any) -> torch.Tensor:
         y: torch.Tensor = torch.ops.llama_ft.lora_experts(*others)
         return y
 
@@ -277,11 +277,13 @@ def _grouped_mm(x: Any, weight: Any, offs: Any = None, **others: Any) -> torch.T
     base = weight.read()
     left = weight.left
     right = weight.right
-    zeros, u = _LowRankExperts.apply(x, base, left, right, offs, weight.scaling)
-    # Detached: _LowRankExperts has the backward pass of x and R, and `zeros` leads to it.
+    placeholder, u = _LowRankExperts.apply(x, base, left, right, offs, weight.scaling)
+    # Detached: _LowRankExperts has the backward pass of x and R, and the placeholder leads to it.
     return cast(
         torch.Tensor,
-        _ExpertsMatmul.apply(zeros, x.detach(), u, base, right.detach(), offs, weight.scaling),
+        _ExpertsMatmul.apply(
+            placeholder, x.detach(), u, base, right.detach(), offs, weight.scaling
+        ),
     )
 
 

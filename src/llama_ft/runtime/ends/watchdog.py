@@ -81,7 +81,8 @@ class Watchdog(threading.Thread):
             if group:
                 groups[group.group_name] = group
         self._groups = list(groups.values())
-        self._device = mesh.device_type
+        # This thread's own current GPU would be number 0.
+        self._gpu = torch.cuda.current_device() if mesh.device_type == "cuda" else None
         self._seconds = seconds
         self._end = end
         self._processes = dict[int, int]()  # rank of this node -> process id
@@ -162,8 +163,9 @@ class Watchdog(threading.Thread):
         allocates memory.
         """
         # a line of `threading` waits for a thread, not for the device
-        if frame and self._device == "cuda" and frame.f_code.co_filename != threading.__file__:
-            allocations = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
+        is_on_gpu = self._gpu is not None
+        if frame and is_on_gpu and frame.f_code.co_filename != threading.__file__:
+            allocations = torch.cuda.memory_stats(self._gpu).get("allocation.all.allocated", 0)
             return collectives, allocations, id(frame), frame.f_lasti
         while frame is not None and frame.f_code.co_filename.startswith((TORCH, *COLLECTIVES)):
             if frame.f_code.co_filename.startswith(COLLECTIVES):
