@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 SKIPPED = ("/torch/", "/emulated_cuda/")  # in names of files; a line of theirs says nothing
-WRAPPERS = ("/torch/_dynamo/", "/torch/utils/", "/emulated_cuda/")
+WRAPPERS = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/utils/", "/emulated_cuda/")
 
 
 @dataclass

@@ -35,11 +35,14 @@ CASES_PER_LAUNCH = 12
 EXACT = 1e-6
 ROUNDED = 2e-2  # of bf16 and fp16, over fp32
 Run = Callable[[str], list[Any]]  # the results of a case, rank by rank
-Snippet = Callable[..., dict[str, Any]]
 
 STEPS = stored_steps()
+KINDS = [name for name in STEPS if name.startswith(("model ", "images "))]  # of models
+METHODS = [name for name in STEPS if name not in (*FAST, *KINDS)]
 PARAMETERS = [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STEPS
+    *FAST,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS),
+    *(pytest.param(name, marks=pytest.mark.large) for name in KINDS),
 ]
 
 
@@ -54,8 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
     """Returns what a case did, which runs in one launch with others."""
-    slow = [name for name in STEPS if name not in FAST]
-    groups = [FAST, *groups_of(slow, CASES_PER_LAUNCH)]
+    groups = [FAST, *groups_of(METHODS, CASES_PER_LAUNCH), *groups_of(KINDS, CASES_PER_LAUNCH)]
 
     @functools.cache
     def launch(number: int) -> dict[str, list[Any]]:
@@ -103,7 +105,7 @@ def test_every_case_of_the_file_is_stored() -> None:
     assert list(STEPS)[: len(named)] == list(named)
 
 
-# capability -> attention of bf16 (fp16 on 7.5), optimizer, and grouped matmuls without a fast kernel
+# capability -> kernels of attention in bf16 (7.5: fp16) and of experts; AdamW is fused on all
 KERNELS = {
     7.5: ("efficient attention", "grouped_mm_fallback"),
     8.0: ("varlen attention", "mm of one group"),
