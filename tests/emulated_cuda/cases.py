@@ -64,6 +64,7 @@ class Case(NamedTuple):
     teacher: str = ""
     capability: float = 9.0
     ranks: int = 1
+    is_random: bool = False  # draws other random numbers on a GPU
 
     def words(self, folder: Path) -> list[str]:
         """Return the flags of the recipe. Models and samples are made in `folder`."""
@@ -79,7 +80,12 @@ class Case(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether the case also runs in fp32, in which an emulated GPU computes what the CPU does."""
-        return "--precision bf16" not in self.flags and "--precision fp16" not in self.flags
+        return not self.is_random and "16" not in self.precision
+
+    @property
+    def precision(self) -> str:
+        words = shlex.split(self.flags)
+        return words[words.index("--precision") + 1] if "--precision" in words else ""
 
     @property
     def capability_pair(self) -> list[int]:
@@ -175,11 +181,12 @@ def run_recipe(folder: Path, names: list[str]) -> dict[str, list[Any]]:
         case = CASES[name]
         words = case.words(folder / "inputs")
         in_fp32 = [*_without(words, ["--precision"]), "--precision", "fp32"]
+        has_bf16 = case.precision == "bf16_pure"  # some settings need it
         cases[name] = {
             "capability": case.capability_pair,
             "flags": words,
             "exact flags": in_fp32 if case.is_exact else None,
-            "flags on the CPU": _without(in_fp32, GPU_ONLY),
+            "flags on the CPU": _without(words if has_bf16 else in_fp32, GPU_ONLY),
         }
     return run_job(folder, cases, CASES[names[0]].ranks)
 

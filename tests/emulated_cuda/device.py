@@ -80,6 +80,12 @@ class CudaTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"CudaTensor({tuple(self.shape)}, {self.dtype})"
 
+    def __getitem__(self, index: Any) -> Any:
+        """Index as torch does. It would copy lists to the GPU below the dispatcher."""
+        parts = index if isinstance(index, tuple) else (index,)
+        on_host = [torch.tensor(part) if isinstance(part, list) else part for part in parts]
+        return super().__getitem__(tuple(on_host))
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 

@@ -80,6 +80,8 @@ def run_case(name: str, case: dict[str, Any], folder: Path) -> dict[str, Any]:
         if flags := case.get("flags on the CPU"):
             result["losses on the CPU"] = run_recipe(flags, "cpu", folder / "cpu" / name)
     except (Exception, SystemExit):
+        if GPUS > 1:  # the other ranks would wait
+            raise
         result["error"] = traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()

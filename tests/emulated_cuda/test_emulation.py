@@ -31,8 +31,9 @@ VERSIONS = ("2.13", "5.23")
 OTHER_VERSIONS = 1.1  # most launches there, over the stored ones
 FAST = ["LoRA", "full in bf16_pure", "LoRA on FP8", "kernels of capability 9.0"]
 CASES_PER_LAUNCH = 12
-# In fp32 the emulated GPU computes what the CPU does, to 7 digits.
-EXACT = 1e-6
+# In fp32 the emulated GPU computes what the CPU does, to 7 digits; for pairs, whose losses are of
+# differences, to 6.
+EXACT = 3e-6
 ROUNDED = 2e-2  # of bf16 and fp16, over fp32
 Run = Callable[[str], list[Any]]  # the results of a case, rank by rank
 
