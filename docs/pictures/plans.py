@@ -34,7 +34,7 @@ METHODS = {
 RECORDED = "llama-ft plan --config examples/alpaca_lora.yaml --context_length 16384"
 RECORDING = [
     f"{RECORDED} --fit rtx4090",
-    f"{RECORDED} --quantization 4bit --fit rtx4090",
+    f"{RECORDED} --activation_offload --fit rtx4090",
 ]
 FITS = (0, 3, 4)  # exit codes with which a plan ends
 

@@ -48,7 +48,7 @@ def accuracy(folder: Path, generator: random.Random) -> float:
     return float((logits.argmax(-1) == digits).float().mean())
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_model_learns_to_read_digits_in_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,9 +116,28 @@ def test_flags_of_every_command_load(
     assert not wrong
 
 
+# Their commands train several models.
+LARGE = {
+    f"docs/{page}.md"
+    for page in (
+        "development/add-a-loss",
+        "development/add-a-model",
+        "getting-started/choose-a-model",
+        "getting-started/first-fine-tune",
+        "getting-started/install",
+    )
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if to_run(page)], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.large if page.name in LARGE else [])
+        for page in PAGES
+        if to_run(page)
+    ],
+    ids=lambda page: page.name,
 )
 def test_commands_of_a_page_work(
     page: Page, save_model: Callable[..., Path], tmp_path: Path

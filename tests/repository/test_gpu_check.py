@@ -94,7 +94,7 @@ def test_a_terminated_command_ends_the_processes_that_it_started(tmp_path: Path)
     assert not alive
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_every_part_that_runs_a_recipe_passes_on_the_cpu(tmp_path: Path) -> None:
     found = {row["claim"]: row["found"] for row in check(RUNS_THE_RECIPES, tmp_path, 1800)}
     assert found.keys() >= {
@@ -112,7 +112,7 @@ def test_every_part_that_runs_a_recipe_passes_on_the_cpu(tmp_path: Path) -> None
     assert "ms per step" in (tmp_path / "results" / "profile-lora.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_failed_and_slow_cases_are_recorded_and_the_others_still_run(tmp_path: Path) -> None:
     """SGD's update asks on the host whether the step has failed."""
     sys.path.insert(0, str(REPOSITORY))
