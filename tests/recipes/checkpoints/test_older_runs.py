@@ -105,10 +105,12 @@ def test_settings_of_an_older_run_load_without_a_message(
     flags = f"{FLAGS[name]} --output_dir {output_dir}".replace("@", f"{runs}/").split()
     of_flags, _ = load(flags, paths=False)
     loaded = dataclasses.asdict(of_file)
-    # settings that were added since have their defaults
-    assert {name: values | saved[name] for name, values in loaded.items()} == loaded
-    for section, values in dataclasses.asdict(of_flags).items():
-        given = {key: values[key] for key in saved[section] if values[key] not in (None, "auto")}
-        assert saved[section] == {**saved[section], **given}
+    # settings and sections that were added since have their defaults
+    assert {name: values | saved.get(name, {}) for name, values in loaded.items()} == loaded
+    by_flags = dataclasses.asdict(of_flags)
+    for section, before in saved.items():
+        values = by_flags[section]
+        given = {key: values[key] for key in before if values[key] not in (None, "auto")}
+        assert before == {**before, **given}
     assert caplog.text == ""
     assert capfd.readouterr() == ("", "")
