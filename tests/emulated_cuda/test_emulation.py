@@ -30,6 +30,21 @@ from emulated_cuda.device import compile_guard
 VERSIONS = ("2.13", "5.23")
 OTHER_VERSIONS = 1.1  # most launches there, over the stored ones
 FAST = ["LoRA", "full in bf16_pure", "LoRA on FP8", "kernels of capability 9.0"]
+# One of each kind; a step of the others differs little from one of these.
+SLOW = [
+    "fsdp_cpu_offload",
+    "activation_offload",
+    "AdamW8bit",
+    "QLoRA",
+    "LoRA on 8 bits",
+    "LoRA on MXFP4",
+    "DPO",
+    "KTO",
+    "distillation",
+    "scored answers",
+    "experts, LoRA",
+    "experts, QLoRA",
+]
 CASES_PER_LAUNCH = 12
 # In fp32 the emulated GPU computes what the CPU does, to 7 digits; for pairs, whose losses are of
 # differences, to 6.
@@ -38,12 +53,11 @@ ROUNDED = 2e-2  # of bf16 and fp16, over fp32
 Run = Callable[[str], list[Any]]  # the results of a case, rank by rank
 
 STEPS = stored_steps()
-KINDS = [name for name in STEPS if name.startswith(("model ", "images "))]  # of models
-METHODS = [name for name in STEPS if name not in (*FAST, *KINDS)]
+LARGE = [name for name in STEPS if name not in (*FAST, *SLOW)]
 PARAMETERS = [
     *FAST,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS),
-    *(pytest.param(name, marks=pytest.mark.large) for name in KINDS),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    *(pytest.param(name, marks=pytest.mark.large) for name in LARGE),
 ]
 
 
@@ -58,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
     """Returns what a case did, which runs in one launch with others."""
-    groups = [FAST, *groups_of(METHODS, CASES_PER_LAUNCH), *groups_of(KINDS, CASES_PER_LAUNCH)]
+    groups = [FAST, SLOW, *groups_of(LARGE, CASES_PER_LAUNCH)]
 
     @functools.cache
     def launch(number: int) -> dict[str, list[Any]]:

@@ -27,8 +27,18 @@ CONFIG_FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if fil
 # The least that torch sees of a card so called: an L4's or A10G's 21.9 GiB, an A100's or H100's
 # 79.1.
 CARDS = {"4gb": 3.7, "24gb": min(GPUS["l4"], GPUS["rtx4090"]), "80gb": GPUS["h100"]}
-# The others take as long, 5 s, and are marked slow.
+# The others take as long, 5 s or more, and are marked slow.
 PLANNED_ALWAYS = {"llama3.1_8b_full_8x80gb"}
+# These take 12 to 80 s each.
+LARGE = {
+    "devstral_small2_24b_4bit_24gb",
+    "gemma4_e4b_lora_24gb",
+    "gpt_oss_20b_stored_24gb",
+    "llama3.3_70b_4bit_80gb",
+    "llama3.3_70b_8bit_2x80gb",
+    "qwen3.5_27b_full_8x80gb",
+    "qwen3.5_9b_lora_24gb",
+}
 ROW = re.compile(r"^\| \[`([^`]+)`\]\(([^)]+)\) \|(.*)\|$", re.MULTILINE)
 
 
@@ -51,6 +61,12 @@ class Hardware(NamedTuple):
     @property
     def usable_bytes(self) -> float:
         return USABLE * CARDS[self.card] * 2**30
+
+
+def marks_of(stem: str) -> list[pytest.MarkDecorator]:
+    if stem in PLANNED_ALWAYS:
+        return []
+    return [pytest.mark.large if stem in LARGE else pytest.mark.slow]
 
 
 def hardware_of(stem: str) -> Hardware:
@@ -250,10 +266,7 @@ def request_for(config: Config, hardware: Hardware, folder: Path) -> PlanRequest
 
 @pytest.mark.parametrize(
     "stem",
-    [
-        pytest.param(stem, marks=[] if stem in PLANNED_ALWAYS else pytest.mark.slow)
-        for stem in CONFIG_FILES
-    ],
+    [pytest.param(stem, marks=marks_of(stem)) for stem in CONFIG_FILES],
 )
 def test_the_plan_has_the_figures_of_the_head_comment_and_fits(
     stem: str, finetuning: ModuleType, tmp_path: Path

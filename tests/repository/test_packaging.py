@@ -232,7 +232,7 @@ def test_one_variable_gives_the_site_and_the_citation_the_url_of_the_repository(
     assert generate.notebook_with_url(filled, "") == notebook
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_an_installed_wheel_trains_the_quickstart_on_two_ranks_in_another_directory(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -138,7 +138,9 @@ def test_no_rank_holds_more_than_its_shards_and_a_part_of_a_tensor(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.large)])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.large), pytest.param(4, marks=pytest.mark.large)]
+)
 @pytest.mark.parametrize(("way", "target"), [("slices", "bf16"), ("scatter", "4bit")])
 def test_a_published_checkpoint_is_not_dequantized_as_a_whole(
     published: Path, ranks: int, way: str, target: str

@@ -46,7 +46,19 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FAST = (("Qwen2.5-VL", 2),)  # family, ranks
+# Decoders and towers that differ; the others are one of these with another tower or on more ranks.
+SLOW = ("Gemma 3", "Gemma 4", "LLaVA", "Llama 3.2 Vision", "Qwen3.5", "Qwen3-VL")
 NOT_SHARED = ("Gemma 4",)  # a run of ranks that share its sequences ends with a message
+
+
+def marks_of(family: str, ranks: int) -> list[pytest.MarkDecorator]:
+    if (family, ranks) in FAST:
+        return []
+    is_slow = (family in SLOW and ranks == 2) or (family, ranks) in (
+        ("LLaVA", 0),
+        ("Qwen2.5-VL", 4),
+    )
+    return [pytest.mark.slow if is_slow else pytest.mark.large]
 
 
 def cases_of(work: Path, family: str, ranks: int) -> dict[str, list[str]]:
@@ -76,7 +88,7 @@ ON_4 = ("Qwen2.5-VL", "Qwen3.5", "Gemma 3", "LLaVA-OneVision", "Llama 3.2 Vision
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [
-        pytest.param(family, ranks, marks=[] if (family, ranks) in FAST else pytest.mark.slow)
+        pytest.param(family, ranks, marks=marks_of(family, ranks))
         for family in FAMILIES
         for ranks in (0, 2, 4)
         if ranks < 4 or family in ON_4
