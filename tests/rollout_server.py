@@ -42,7 +42,12 @@ class RolloutServer:
             time.sleep(20)
         return 200, self._complete(content)
 
+    def model_of(self, content: dict[str, Any]) -> Any:
+        """The model that computes what a request asks for."""
+        return self._model
+
     def _complete(self, content: dict[str, Any]) -> dict[str, Any]:
+        model = self.model_of(content)
         generator = torch.Generator().manual_seed(content["seed"])
         ids = list(content["prompt"])
         temperature = content["temperature"]
@@ -51,10 +56,12 @@ class RolloutServer:
         likely = list[dict[str, float]]()
         reason = "length"
         for _ in range(content["max_tokens"]):
-            raw = log_probabilities(self._model, ids)[-1]
+            raw = log_probabilities(model, ids)[-1]
             scaled = (raw / temperature).log_softmax(-1)
             token = int(scaled.exp().multinomial(1, generator=generator))
             told = raw if self.fault == "raw" else scaled
+            if self.fault == "shifted":
+                told = told - 1
             tokens.append(token)
             ids.append(token)
             logprobs.append(float(told[token]))
@@ -80,5 +87,5 @@ class RolloutServer:
         if self.fault == "cut":
             choice |= {"finish_reason": "stop", "token_ids": tokens[:1]}
             choice["logprobs"]["token_logprobs"] = logprobs[:1]
-        model = "base" if self.fault == "other model" else content["model"]
-        return {"model": model, "choices": [choice]} if self.fault != "no choices" else {}
+        name = "base" if self.fault == "other model" else content["model"]
+        return {"model": name, "choices": [choice]} if self.fault != "no choices" else {}

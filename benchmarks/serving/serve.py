@@ -40,10 +40,10 @@ from llama_ft.extensions.serving.adapter_files import read_adapter, read_base
 from llama_ft.extensions.serving.probes.ask import ask
 from llama_ft.extensions.serving.probes.check import compared
 from llama_ft.extensions.serving.probes.probes import Probes, ProbeScores, find_probes
-from llama_ft.extensions.serving.probes.verdict import Weights, judge
 from llama_ft.extensions.serving.rules import vllm_versions
 from llama_ft.extensions.serving.vllm import check_vllm
 from llama_ft.inference.server import Rejected, Server
+from llama_ft.inference.verdict import Weights, judge
 
 FOLDER = Path(__file__).parent
 RESULTS = REPOSITORY / "benchmarks" / "results" / "serve.jsonl"

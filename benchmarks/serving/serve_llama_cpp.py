@@ -30,8 +30,8 @@ from llama_ft.extensions.serving.gguf_files.write import write_model as write_gg
 from llama_ft.extensions.serving.probes.ask import ask, rendered_chat
 from llama_ft.extensions.serving.probes.check import compared
 from llama_ft.extensions.serving.probes.probes import find_probes
-from llama_ft.extensions.serving.probes.verdict import judge
 from llama_ft.inference.server import Server
+from llama_ft.inference.verdict import judge
 
 ENGINE = Path(__file__).with_name("serve_llama_cpp_engine.py")
 VERSION = "2026.10.11549"

@@ -25,9 +25,10 @@ from llama_ft.config.reading.parse import as_keywords
 from llama_ft.data.batches.sampler import BatchLayout
 from llama_ft.export_flags import read_export_flags
 from llama_ft.extensions.serving.probes.part import make_probes, score_prompts
-from llama_ft.extensions.serving.probes.probes import WEAKER, find_probes
+from llama_ft.extensions.serving.probes.probes import find_probes
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import open_model
+from llama_ft.inference.verdict import WEAKER
 from llama_ft.models.adapters.lora import adapter_off, adapter_scaled
 
 

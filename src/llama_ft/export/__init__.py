@@ -6,6 +6,7 @@ from llama_ft.export.weights import (
     copy_adapter,
     export_adapter,
     export_model,
+    export_policy,
     save_dtype,
     write_model_card,
 )

@@ -269,18 +269,36 @@ def export_adapter(
     see `export_model`."""
     adapter = built.adapter
     assert adapter is not None
-    tensors = dict[str, torch.Tensor]()
-    for name, parameter in built.model.named_parameters():
-        if name in adapter.keys:
-            tensors[adapter.keys[name]] = parameter
-    dtype = save_dtype(settings.save_dtype)
-    weights = SavedWeights(tensors, _gathered(tensors, ranks, set()), dtype)
+    weights = _adapter_weights(built, adapter, save_dtype(settings.save_dtype), ranks)
 
     def write(aside: Path) -> None:
         write_adapter(aside, adapter, weights, tokenizer, built.folder)
         write_card(aside)
 
     _write_from_ranks(folder, weights, write, ranks)
+
+
+def export_policy(built: BuiltModel, folder: Path, ranks: Ranks) -> None:
+    """Write the weights of the adapter as they are trained, and its settings: what a server needs
+    that has the base model. All ranks call it; rank 0 writes."""
+    adapter = built.adapter
+    assert adapter is not None
+    weights = _adapter_weights(built, adapter, None, ranks)
+
+    def write(aside: Path) -> None:
+        _write_adapter_files(aside, adapter, weights)
+
+    _write_from_ranks(folder, weights, write, ranks)
+
+
+def _adapter_weights(
+    built: BuiltModel, adapter: Adapter, dtype: torch.dtype | None, ranks: Ranks
+) -> SavedWeights:
+    tensors = dict[str, torch.Tensor]()
+    for name, parameter in built.model.named_parameters():
+        if name in adapter.keys:
+            tensors[adapter.keys[name]] = parameter
+    return SavedWeights(tensors, _gathered(tensors, ranks, set()), dtype)
 
 
 def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
@@ -327,9 +345,10 @@ def _gathered(
 
 def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, ranks: Ranks) -> None:
     if ranks.is_main:
-        advice = (
-            f"The trained weights are in the newest directory of {folder.parent / 'checkpoints'}."
-        )
+        checkpoints = folder.parent / "checkpoints"
+        advice = ""
+        if checkpoints.is_dir():
+            advice = f"The trained weights are in the newest directory of {checkpoints}."
         with written_aside(folder, advice) as aside:
             write(aside)
     else:
@@ -377,6 +396,11 @@ def write_adapter(
         tokenizer: with the chat template of the run.
         base: directory of the base model.
     """
+    _write_adapter_files(folder, adapter, weights)
+    write_adapter_settings(folder, tokenizer, base)
+
+
+def _write_adapter_files(folder: Path, adapter: Adapter, weights: SavedWeights) -> None:
     weights.write_file(folder / ADAPTER_WEIGHTS, range(len(weights.groups)))
     settings = copy.deepcopy(adapter.config)
     settings.inference_mode = True
@@ -385,7 +409,6 @@ def write_adapter(
         if isinstance(value, set):
             vars(settings)[name] = sorted(value)
     settings.save_pretrained(str(folder))
-    write_adapter_settings(folder, tokenizer, base)
 
 
 def copy_adapter(folder: Path, target: Path, base_model: str, finish: Finish) -> None:

@@ -66,7 +66,22 @@ class Server:
         """
         return self._ask(path, json.dumps(content).encode())
 
+    def send(self, path: str, content: dict[str, Any]) -> None:
+        """Send a POST request whose answer is not used: it may be any text. Errors: see `post`."""
+        self._fetch(path, json.dumps(content).encode())
+
     def _ask(self, path: str, content: bytes | None) -> dict[str, Any]:
+        text = self._fetch(path, content)
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise self._no_api(self.url + path, text)
+        self._has_answered = True
+        return answer
+
+    def _fetch(self, path: str, content: bytes | None) -> str:
         headers = {"Accept": "application/json"}
         if content is not None:
             headers["Content-Type"] = "application/json"
@@ -77,7 +92,7 @@ class Server:
         try:
             request = Request(address, content, headers)
             with self._opener.open(request, timeout=self._timeout_seconds) as response:
-                text = _read(response, deadline)
+                return _read(response, deadline)
         except HTTPError as error:
             raise self._failure(address, error, deadline) from error
         except TimeoutError as error:
@@ -91,14 +106,6 @@ class Server:
             if self._has_answered:
                 what = f"has stopped answering ({why}). {SEE_LOG}"
             raise UserError(f"--server {self.url}: {what}") from error
-        try:
-            answer = json.loads(text)
-        except (ValueError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict):
-            raise self._no_api(address, text)
-        self._has_answered = True
-        return answer
 
     def _failure(self, address: str, error: HTTPError, deadline: float) -> UserError | Rejected:
         """Return the exception for an answer with an error code."""

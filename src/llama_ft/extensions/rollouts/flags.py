@@ -115,17 +115,25 @@ def read_rollout_flags(argv: list[str], description: str) -> RolloutFlags:
 
 def _check_servers(flags: RolloutFlags, given: set[str]) -> list[str]:
     """Return the error messages about --server."""
-    errors = list[str]()
     own_flags = {"quantization", "precision", "device", "enable_fsdp", "batch_size"}
     if not flags.server:
         alone = sorted(given & {"model", "server_timeout", "server_requests"})
         return [f"--{name}: needs --server." for name in alone]
-    for url in flags.server:
+    errors = check_urls(flags.server)
+    errors += [
+        f"--{name}: not with --server, which computes." for name in sorted(given & own_flags)
+    ]
+    return errors
+
+
+def check_urls(urls: list[str]) -> list[str]:
+    """Return the error messages about --server."""
+    errors = []
+    for url in urls:
         if is_url_with_secret(url):
             errors.append(f"--server {SECRET}")
         elif not url.startswith(("http://", "https://")) or not url.partition("://")[2].strip("/"):
             errors.append(f"--server {url}: expected a URL such as http://localhost:8000.")
-    errors += [
-        f"--{name}: not with --server, which computes." for name in sorted(given & own_flags)
-    ]
+    if len(set(urls)) < len(urls):
+        errors.append("--server: names a URL twice.")
     return errors

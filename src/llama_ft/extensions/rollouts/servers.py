@@ -78,15 +78,18 @@ class ServerSampler:
         self._model = check_model(self._servers[0], requests.model)
         for server in self._servers[1:]:
             check_model(server, self._model)
-        versions = {_version(server) for server in self._servers}
-        served = served_models(self._servers[0])[self._model]
+        versions = {version_of(server) for server in self._servers}
+        entries = served_models(self._servers[0])
+        served = entries[self._model]
         self.source = {
             "kind": "server",
             "model": self._model,
             "root": str(served.get("root") or ""),
             "version": ", ".join(sorted(versions)),
         }
-        limit = served.get("max_model_len")
+        # vLLM says it of an adapter's base model only
+        base = entries.get(str(served.get("parent")), {})
+        limit = served.get("max_model_len") or base.get("max_model_len")
         self.context = limit if isinstance(limit, int) else sys.maxsize
         self._is_checked = False
 
@@ -258,7 +261,7 @@ def _is_log_probability(value: Any) -> bool:
     return is_number and math.isfinite(value) and value <= 1e-3
 
 
-def _version(server: Server) -> str:
+def version_of(server: Server) -> str:
     """Return the version of a server, such as that of vLLM; "" if it does not tell."""
     try:
         return str(server.get("/version").get("version") or "")

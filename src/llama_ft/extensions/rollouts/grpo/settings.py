@@ -6,11 +6,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.value_types import STRICT, Count, CountOrZero
+from llama_ft.extensions.rollouts.hand_over.flags import PolicyServerFlags
 from llama_ft.extensions.rollouts.rewards.flags import RewardFlags
 
 
 @dataclass(config=STRICT, kw_only=True)
-class GrpoConfig(RewardFlags):
+class GrpoConfig(RewardFlags, PolicyServerFlags):
     """Reinforcement learning from the model's own answers."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8

@@ -21,9 +21,16 @@ from torch.distributed.tensor import DTensor
 from llama_ft.config import Config
 from llama_ft.data import BatchLayout, StepBatches, stop_token_ids
 from llama_ft.errors import UserError, plural
+from llama_ft.extensions.rollouts.flags import check_urls
 from llama_ft.extensions.rollouts.grpo.batches import RoundStep
 from llama_ft.extensions.rollouts.grpo.objective import Grpo
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
+from llama_ft.extensions.rollouts.hand_over.adapter_rules import find_problems
+from llama_ft.extensions.rollouts.hand_over.policy_servers import (
+    PolicySampler,
+    PolicyServers,
+)
+from llama_ft.extensions.rollouts.hand_over.probe import Scorer
 from llama_ft.extensions.rollouts.make_rounds import RoundMaker, describe, sampling_facts
 from llama_ft.extensions.rollouts.policy import PolicyFiles, checksum_of
 from llama_ft.extensions.rollouts.prompts import PromptTokens, read_dataset
@@ -39,7 +46,7 @@ from llama_ft.extensions.rollouts.rounds import (
     unscored_folder_of,
     write_round,
 )
-from llama_ft.extensions.rollouts.sampling import OwnSampler, Sampling, positions
+from llama_ft.extensions.rollouts.sampling import OwnSampler, Sampler, Sampling, positions
 from llama_ft.inference.load import LoadedModel
 from llama_ft.models import BuiltModel, resolve_context_length
 from llama_ft.run import Part, RunInputs, Setup, TrainingRun
@@ -56,6 +63,9 @@ MAY_DIFFER = (
     "reward_processes",
     "generate_batch_size",
     "max_generated_tokens",
+    "server",
+    "server_timeout",
+    "server_requests",
 )
 
 
@@ -88,11 +98,13 @@ class TrainingRounds(Part):
             pool = RewardPool(self._functions, self._settings)
             self._pool = self._closing.enter_context(pool)
         folder = inputs.request.folder
+        self._servers: PolicyServers | None = None
         context = resolve_context_length(config.data.context_length, inputs.request.model_config)
-        form = inputs.dataset.prompt_format
-        tokens = PromptTokens(
-            inputs.tokenizer, form, None, min(context, positions(inputs.request.model_config))
-        )
+        context = min(context, positions(inputs.request.model_config))
+        if self._settings.server:
+            self._servers = PolicyServers(self._settings, self._tokenizer, self._ranks)
+            context = min(context, self._servers.context or context)
+        tokens = PromptTokens(inputs.tokenizer, inputs.dataset.prompt_format, None, context)
         with self._ranks.local_main_process_first():
             dataset = read_dataset(config.data, tokens)
         self._prompts = dataset.by_place
@@ -112,6 +124,8 @@ class TrainingRounds(Part):
         """Find the rounds on disk, and verify those that will be trained on."""
         self._directory = run.directory
         self._places.insert(0, run.directory)
+        if self._servers is not None:
+            self._servers.open(run.directory, list(self._prompts.values()))
         if self._settings.max_generated_tokens:
             count = partial(self._count_tokens, run.state.step)
             self._generated_tokens = self._ranks.broadcast_from_rank0(count)
@@ -124,6 +138,7 @@ class TrainingRounds(Part):
             if int(folder.name) >= run.state.step:
                 earlier = read_round(folder)
                 facts = self._facts(sampling, earlier.facts.step, earlier.facts.policy["checksum"])
+                facts = replace(facts, source=earlier.facts.source)
                 check_round(folder, earlier, facts, self._functions, None)
             if int(folder.name) > run.state.step:
                 waiting.append(folder)
@@ -168,8 +183,10 @@ class TrainingRounds(Part):
             outcome.end_early(f"max_generated_tokens {limit:,} is reached")
 
     def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
-        """End the processes of the rewards."""
+        """End the processes of the rewards, and delete the adapter of the servers."""
         self._closing.close()
+        if self._servers is not None:
+            self._servers.close()
 
     def _count_tokens(self, step: int) -> int:
         """Return the tokens of all answers up to a step."""
@@ -216,7 +233,7 @@ class TrainingRounds(Part):
                 "compute": config.train.precision,
                 "quantization": config.quantization.mode,
             },
-            source={"kind": "own generation"},
+            source={"kind": "own generation"} if self._servers is None else self._servers.source,
             sampling=sampling_facts(sampling, settings.prompts_per_step),
             seed=sampling.seed,
             rewards=[],
@@ -278,6 +295,8 @@ class TrainingRounds(Part):
                 "It is used, and its log-probabilities weigh its answers."
             )
             facts = replace(facts, policy=facts.policy | {"checksum": before})
+        # servers may be added or left out: the round has the log-probabilities of whatever sampled it
+        facts = replace(facts, source=earlier.facts.source)
         functions = self._functions if scored else None
         check_round(folder, earlier, facts, functions, prompts)
 
@@ -295,14 +314,20 @@ class TrainingRounds(Part):
         opened = LoadedModel(built, self._tokenizer, "")
         with evaluating(model):
             try:
-                batch_size = self._settings.generate_batch_size
-                sampler = OwnSampler(opened, sampling, batch_size, self._ranks)
+                sampler = self._sampler(opened, sampling, facts)
                 maker = RoundMaker(sampler, self._pool, self._directory, self._ranks, is_quiet=True)
                 rollouts = maker.make(facts, prompts, unscored)
             finally:
                 model.generation_config = before
         if rollouts is not None:
             log.debug(f"round {facts.step}: {describe(rollouts)}")
+
+    def _sampler(self, opened: LoadedModel, sampling: Sampling, facts: RoundFacts) -> Sampler:
+        if self._servers is None:
+            batch_size = self._settings.generate_batch_size
+            return OwnSampler(opened, sampling, batch_size, self._ranks)
+        scorer = Scorer(opened.built, self.layout, sampling.temperature, self._ranks.device)
+        return PolicySampler(self._servers, scorer, sampling, facts)
 
 
 def check(setup: Setup, inputs: RunInputs) -> None:
@@ -323,6 +348,8 @@ def check(setup: Setup, inputs: RunInputs) -> None:
             "--kl_beta: the reference is the model with its adapter off, so it needs a new adapter. Add --use_peft "
             "without --from_peft_checkpoint, --bias and --modules_to_save, or leave --kl_beta out."
         )
+    if settings.server:
+        problems += [*check_urls(settings.server), *find_problems(config)]
     if setup.resumed is not None:
         problems += changed_settings(settings, setup.resumed.trainer["config"].get("grpo", {}))
     if problems:

@@ -19,8 +19,8 @@ from llama_ft.config.value_types import STRICT, Duration
 from llama_ft.errors import UserError, plural
 from llama_ft.extensions.serving.probes.ask import ServerLogprobs, ask, rendered_chat
 from llama_ft.extensions.serving.probes.probes import Probe, Probes, find_probes
-from llama_ft.extensions.serving.probes.verdict import Compared, ProbeVerdict, Weights, judge
 from llama_ft.inference.server import Server, check_model
+from llama_ft.inference.verdict import Compared, ProbeVerdict, Weights, judge
 from llama_ft.masking import is_url_with_secret, printable
 
 WRONG_WEIGHTS = 3  # exit code

@@ -20,12 +20,12 @@ from llama_ft.data.tokenize.prompt_tokens import chat_prompt
 from llama_ft.errors import UserError
 from llama_ft.extensions.serving.probes.probes import (
     DIGITS,
-    WEAKER,
     ChatProbe,
     Probe,
     Probes,
     ProbeScores,
 )
+from llama_ft.inference.verdict import WEAKER
 from llama_ft.models import BuiltModel, without_graphs
 from llama_ft.models.adapters.lora import adapter_off, adapter_scaled
 from llama_ft.models.computing.chunked_loss import cross_entropy

@@ -23,14 +23,13 @@ from llama_ft.errors import UserError, reason
 from llama_ft.processes import replace_text
 
 VERSION = 2  # 1 has no `weaker`
-WEAKER = 0.9  # the weaker adapter's alpha, as a share
 DIGITS = 5  # of a log-probability: its error in bf16 is 1e-3 at best
 
 
 @dataclass(frozen=True)
 class ProbeScores:
     """Log-probabilities of a fine-tuned model. Of its base model, and of the base model with a weaker
-    adapter, if the run could compute them: see WEAKER."""
+    adapter, if the run could compute them: see inference/verdict.py."""
 
     fine_tuned: Sequence[float]
     base: Sequence[float] | None = None

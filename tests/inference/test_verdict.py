@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from llama_ft.extensions.serving.probes.verdict import Compared, ProbeVerdict, Weights, judge
+from llama_ft.inference.verdict import Compared, ProbeVerdict, Weights, judge
 
 GROWTH = 0.5  # of the effect near the trained alpha: twice the alpha has 1.5 times the effect
 

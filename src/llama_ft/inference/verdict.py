@@ -13,8 +13,7 @@ from enum import Enum
 from statistics import fmean
 from typing import NamedTuple
 
-from llama_ft.extensions.serving.probes.probes import WEAKER
-
+WEAKER = 0.9  # the weaker adapter's alpha, as a share
 # Mean difference of log-probabilities between two correct programs: 0.01 to 0.03 in bf16, whose
 # logits of 16 to 32 are multiples of 1/8. A quantized base model is another one for a server that
 # has the original.
@@ -118,7 +117,7 @@ def judge(numbers: Iterable[Compared], quantization: str | None) -> ProbeVerdict
     effect = fmean(abs(tuned) for tuned, _ in pairs)
     largest_of_base = max(abs(tuned) for tuned, _ in pairs)
     from_base = fmean(abs(server) for _, server in pairs)
-    share, share_error = _project(pairs)
+    share, share_error = project(pairs)
     strength, strength_error = _strength(numbers)
     share_tolerance = _tolerance(share_error, quantization)
     tolerance = share_tolerance if strength is None else _tolerance(strength_error, quantization)
@@ -153,11 +152,11 @@ def _strength(numbers: Sequence[Compared]) -> tuple[float | None, float]:
     ]
     if not pairs:
         return None, 0.0
-    slope, error = _project(pairs)
+    slope, error = project(pairs)
     return 1 + slope, error
 
 
-def _project(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def project(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return by which factor the second numbers are the first ones, and its standard error: the slope
     of a line through the origin."""
     squares = sum(x * x for x, _ in pairs)

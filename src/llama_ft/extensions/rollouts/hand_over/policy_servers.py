@@ -1,0 +1,289 @@
+"""Servers that answer during reinforcement learning, each time with the newest adapter.
+
+    rollouts/policy-000005-5f0c21ab/     the adapter for round 5, which servers load under a new name
+    rollouts/000005/                     the answers that they sample with it
+
+A server never gets other weights under a known name, whose keys and values it may have cached. The
+directory and the server's copy of an adapter are deleted when the next one is in use.
+"""
+
+import hashlib
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ft.config import parse_duration
+from llama_ft.errors import UserError
+from llama_ft.export import export_policy
+from llama_ft.extensions.rollouts.hand_over.flags import PolicyServerFlags
+from llama_ft.extensions.rollouts.hand_over.lora_server import LoraServer
+from llama_ft.extensions.rollouts.hand_over.probe import (
+    STRENGTHS,
+    ProbeAnswer,
+    Scorer,
+    canary,
+    compare,
+    has_clear_effect,
+    judge_canary,
+    judge_version,
+)
+from llama_ft.extensions.rollouts.rounds import Answer, Prompt, RoundFacts, rollouts_of
+from llama_ft.extensions.rollouts.sampling import Sampling
+from llama_ft.extensions.rollouts.servers import ServerRequests, ServerSampler
+from llama_ft.inference.verdict import Compared
+from llama_ft.models import BuiltModel, without_graphs
+from llama_ft.runtime import Ranks, log
+
+POLICY = "policy-"
+PROBE_ANSWERS = 8
+PROBE_TOKENS = 32  # of an answer, at most
+DIGITS = 8  # of a checksum, in names
+
+
+class Published(NamedTuple):
+    """An adapter that servers have: by name, from a directory."""
+
+    name: str
+    folder: Path
+
+
+class PolicyServers:
+    """The servers of a run. All ranks have one and call its methods together; rank 0 talks to the
+    servers.
+
+    Args:
+        settings: the servers, and how they are asked.
+        tokenizer: of the model.
+        ranks: the ranks.
+
+    Attributes:
+        urls: of the servers.
+        context: the positions of the server with the fewest; None if they do not tell.
+        source: what round.json says about the servers.
+
+    Raises:
+        UserError: a server does not answer.
+    """
+
+    def __init__(
+        self, settings: PolicyServerFlags, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._ranks = ranks
+        self._seconds = parse_duration(settings.server_timeout)
+        self._servers = [LoraServer(url, self._seconds) for url in settings.server]
+        self._directory = Path()
+        self.urls = [server.url for server in self._servers]
+        self._prompts = list[Prompt]()
+        self._current: Published | None = None
+        self._is_proven = False
+        self.context: int | None = ranks.broadcast_from_rank0(self._find_context)
+        # The adapter is the round's policy, and has no other name there.
+        self.source: dict[str, Any] = ranks.broadcast_from_rank0(self._describe)
+
+    def open(self, directory: Path, prompts: Sequence[Prompt]) -> None:
+        """Begin a run in this directory, with these prompts, and delete what a killed run has left."""
+        self._directory = directory.resolve()
+        self._prompts = list(prompts[:PROBE_ANSWERS])
+        rollouts = rollouts_of(self._directory)
+        for folder in rollouts.glob(f"{POLICY}*"):
+            self._delete(Published(self._name_of(folder), folder))
+        if self._ranks.is_main:
+            for folder in rollouts.glob(f".*{POLICY}*"):  # incomplete
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def publish(self, scorer: Scorer, sampling: Sampling, facts: RoundFacts) -> None:
+        """Let all servers load the adapter for a round, and prove that they apply it. The first time,
+        an adapter whose effect is large proves that they can. The model is in evaluation mode.
+
+        Raises:
+            UserError: a server cannot load it, or answers with other weights.
+        """
+        if not self._is_proven:
+            self._prove(scorer, sampling, facts.policy["checksum"])
+            self._is_proven = True
+        before = self._current
+        self._current = self._load(scorer.built, f"{facts.step:06}", facts.policy["checksum"])
+        self._check_version(scorer, sampling)
+        if before is not None and before != self._current:
+            self._delete(before)
+
+    def sample(
+        self, scorer: Scorer, sampling: Sampling, prompts: Sequence[Prompt], step: int
+    ) -> list[list[Answer]]:
+        """Return the answers to each prompt of a round, by the adapter that was published last. If a
+        server was restarted meanwhile, it gets the adapter again, once.
+
+        Raises:
+            UserError: a server fails, or its answer lacks what is needed.
+        """
+        ask = partial(self._ask_or_miss, sampling, prompts, step)
+        answers: list[list[Answer]] | None = self._ranks.broadcast_from_rank0(ask)
+        if answers is None:
+            self._send_again(scorer, sampling)
+            again = partial(self._ask, self.urls, sampling, prompts, step)
+            answers = self._ranks.broadcast_from_rank0(again)
+        return answers
+
+    def close(self) -> None:
+        """Delete the adapter, here and at the servers."""
+        if self._current is not None:
+            self._delete(self._current)
+        self._current = None
+
+    def _find_context(self) -> int | None:
+        limits = [server.context() for server in self._servers]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _describe(self) -> dict[str, Any]:
+        versions = {server.version() for server in self._servers}
+        return {"kind": "server", "version": ", ".join(sorted(versions))}
+
+    def _name_of(self, folder: Path) -> str:
+        return f"{self._directory.name}-{folder.name}"
+
+    def _load(self, built: BuiltModel, number: str, checksum: str) -> Published:
+        """Write the adapter and let all servers load it."""
+        # the directory's name, too: two runs may have equal weights, and each deletes its own
+        text = f"{self._directory} {checksum}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+        folder = rollouts_of(self._directory) / f"{POLICY}{number}-{digest}"
+        published = Published(self._name_of(folder), folder)
+        export_policy(built, folder, self._ranks)
+        self._ranks.broadcast_from_rank0(partial(self._send, published))
+        return published
+
+    def _send(self, published: Published) -> None:
+        for server in self._servers:
+            server.load(published.name, published.folder)
+
+    def _send_again(self, scorer: Scorer, sampling: Sampling) -> None:
+        assert self._current is not None
+        log.warning(
+            f"--server: {self._current.name} is gone: a server was restarted, or has unloaded it. It is loaded again."
+        )
+        self._ranks.broadcast_from_rank0(partial(self._send, self._current))
+        self._check_version(scorer, sampling)
+
+    def _delete(self, published: Published) -> None:
+        if not self._ranks.is_main:
+            return
+        for server in self._servers:
+            server.unload(published.name)
+        shutil.rmtree(published.folder, ignore_errors=True)
+
+    def _prove(self, scorer: Scorer, sampling: Sampling, checksum: str) -> None:
+        """Let all servers load an adapter of random numbers, with the matrices A of the policy that
+        has the checksum. Raises UserError if one does not apply it."""
+        for strength in STRENGTHS:
+            with canary(scorer.built, strength):
+                published = self._load(scorer.built, "canary", f"{checksum} {strength}")
+                probed = self._probe(scorer, sampling, published)
+            self._delete(published)
+            if all(has_clear_effect(numbers) for numbers in probed.values()):
+                break
+        _raise_problems({url: judge_canary(probed[url], scorer.quantization) for url in probed})
+        log.info(f"{', '.join(probed)}: a probe proves that adapters are applied.")
+
+    def _check_version(self, scorer: Scorer, sampling: Sampling) -> None:
+        """Raise UserError if a server does not answer with the published adapter."""
+        assert self._current is not None
+        problems = dict[str, str]()
+        for seed in (sampling.seed, sampling.seed + 1):  # few tokens can be misleading once
+            how = replace(sampling, seed=seed)
+            probed = self._probe(scorer, how, self._current)
+            problems = {url: judge_version(probed[url], scorer.quantization) for url in probed}
+            if not any(problems.values()):
+                break
+        _raise_problems(problems)
+
+    def _probe(
+        self, scorer: Scorer, sampling: Sampling, published: Published
+    ) -> dict[str, list[Compared]]:
+        """Let each server answer the same prompts, and return its log-probabilities next to those of
+        the trainer."""
+        ask = partial(self._ask_probes, sampling, published)
+        answers: dict[str, list[ProbeAnswer]] = self._ranks.broadcast_from_rank0(ask)
+        with without_graphs(scorer.built.model):
+            return {url: compare(scorer, answered) for url, answered in answers.items()}
+
+    def _ask_probes(self, sampling: Sampling, published: Published) -> dict[str, list[ProbeAnswer]]:
+        how = replace(
+            sampling,
+            num_generations=math.ceil(PROBE_ANSWERS / len(self._prompts)),
+            max_completion_length=min(PROBE_TOKENS, sampling.max_completion_length),
+        )
+        answers = {}
+        for server in self._servers:
+            sampler = self._sampler([server.url], how, published)
+            groups = sampler.sample(
+                self._prompts, step=0
+            )  # rounds have other numbers, so other seeds
+            answers[server.url] = [
+                ProbeAnswer(prompt, answer)
+                for prompt, group in zip(self._prompts, groups, strict=True)
+                for answer in group
+            ]
+        return answers
+
+    def _ask_or_miss(
+        self, sampling: Sampling, prompts: Sequence[Prompt], step: int
+    ) -> list[list[Answer]] | None:
+        """Return the answers to each prompt; None if a server has lost the adapter."""
+        assert self._current is not None
+        try:
+            return self._ask(self.urls, sampling, prompts, step)
+        except UserError:
+            if all(server.has(self._current.name) for server in self._servers):
+                raise
+            return None
+
+    def _ask(
+        self, urls: list[str], sampling: Sampling, prompts: Sequence[Prompt], step: int
+    ) -> list[list[Answer]]:
+        assert self._current is not None
+        return self._sampler(urls, sampling, self._current).sample(prompts, step)
+
+    def _sampler(self, urls: list[str], sampling: Sampling, published: Published) -> ServerSampler:
+        at_once = self._settings.server_requests
+        requests = ServerRequests(urls, published.name, self._seconds, at_once)
+        return ServerSampler(requests, sampling, self._tokenizer)
+
+
+class PolicySampler:
+    """Samples with servers that get the adapter first. See `Sampler`.
+
+    Args:
+        servers: of the run.
+        scorer: computes with the weights that are handed over.
+        sampling: how answers are sampled.
+        facts: of the round.
+    """
+
+    def __init__(
+        self, servers: PolicyServers, scorer: Scorer, sampling: Sampling, facts: RoundFacts
+    ) -> None:
+        self._servers = servers
+        self._scorer = scorer
+        self._sampling = sampling
+        self._facts = facts
+        self.source = servers.source
+
+    def sample(self, prompts: Sequence[Prompt], step: int) -> list[list[Answer]]:
+        """Return the answers to each prompt of a round. All ranks call it, and get all answers."""
+        self._servers.publish(self._scorer, self._sampling, self._facts)
+        return self._servers.sample(self._scorer, self._sampling, prompts, step)
+
+
+def _raise_problems(problems: dict[str, str]) -> None:
+    """Raise a UserError with what is wrong with each server, if something is."""
+    messages = [f"--server {url}: {problem}" for url, problem in problems.items() if problem]
+    if messages:
+        raise UserError(*messages)

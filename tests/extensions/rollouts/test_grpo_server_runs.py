@@ -1,0 +1,129 @@
+"""Runs with --objective grpo whose answers are sampled by servers that compute with PEFT."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RECIPE, metrics, run_cases, series
+from extensions.rollouts.test_grpo_runs import Job, flat
+from forked import forked
+from local_server import serve
+from lora_server import LoraServer
+
+SETTINGS = {
+    "lr": 0.05,
+    "save_steps": 2,
+    "max_train_step": 5,
+    "num_generations": 3,
+    "max_completion_length": 5,  # the servers compute without a cache
+}
+
+
+class ServedJob(Job):
+    """A job whose runs are answered by a server, and another one."""
+
+    def __init__(self, folder: Path, model: Path, servers: list[LoraServer]) -> None:
+        super().__init__(folder, model)
+        self.servers = servers
+        self.urls = list[str]()
+
+    def flags(self, output: str, **settings: Any) -> list[str]:
+        given = {"server": self.urls[0], "server_timeout": "20s", **SETTINGS}
+        return super().flags(output, **{**given, **settings})
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[ServedJob]:
+    """A run that is not interrupted."""
+    servers = [LoraServer(tiny_model), LoraServer(tiny_model)]
+    one = ServedJob(tmp_path_factory.mktemp("served"), tiny_model, servers)
+    with serve(servers[0].answer) as first, serve(servers[1].answer) as second:
+        one.urls = [first, second]
+        run_cases(one.folder, [one.flags("whole")])
+        yield one
+
+
+def test_each_round_is_sampled_with_the_weights_before_its_step(job: ServedJob) -> None:
+    """Otherwise sampler and trainer would give its tokens other probabilities."""
+    for line in metrics(job.folder / "whole"):
+        assert line["train/sampler/weight"] == pytest.approx(1, abs=1e-4)
+        assert line["train/sampler/effective_sample_size"] == pytest.approx(1, abs=1e-4)
+    rounds = [job.round("whole", step) for step in range(1, 6)]
+    assert len({one.facts.policy["checksum"] for one in rounds}) == 5
+    assert {str(one.facts.source) for one in rounds} == {"{'kind': 'server', 'version': '0.32.0'}"}
+    versions = [name for name in job.servers[0].loaded if name.startswith("whole-policy-0")]
+    assert [name.split("-")[2] for name in versions] == [f"{step:06}" for step in range(1, 6)]
+
+
+def test_nothing_is_left_of_the_adapters(job: ServedJob) -> None:
+    names = sorted(path.name for path in (job.folder / "whole/rollouts").iterdir())
+    assert names == [f"{step:06}" for step in range(1, 6)]
+    assert not any(name.startswith("whole") for name in job.servers[0].adapters)
+
+
+def test_two_servers_and_two_ranks_give_the_rounds_of_one(job: ServedJob) -> None:
+    both = {"server": ",".join(job.urls), "max_train_step": 2, "enable_fsdp": "true"}
+    run_cases(job.folder, [job.flags("ranks", **both)], ranks=2)
+    one = series(job.folder / "whole", "train/loss")[:2]
+    assert series(job.folder / "ranks", "train/loss") == pytest.approx(one, abs=1e-6)
+    for step in (1, 2):
+        answers = [answer.token_ids.tolist() for answer in flat(job.round("whole", step))]
+        theirs = [answer.token_ids.tolist() for answer in flat(job.round("ranks", step))]
+        assert theirs == answers
+    assert any(name.startswith("ranks") for name in job.servers[1].loaded)
+
+
+@pytest.fixture(scope="module")
+def killed(job: ServedJob) -> Path:
+    """A run that was killed while the answers of step 4 were scored; its checkpoint is of step 2."""
+    folder = job.folder / "killed"
+    finished = forked(RECIPE, *job.flags("killed", resume="auto"), KILLED_IN=str(folder))
+    assert finished.exit_code != 0
+    shutil.copytree(folder, job.folder / "alone")
+    return folder
+
+
+def test_a_killed_run_replays_its_rounds_and_asks_for_the_missing_ones(
+    job: ServedJob, killed: Path
+) -> None:
+    names = {path.name for path in (killed / "rollouts").iterdir()}
+    assert names >= {"000001", "000002", "000003", "unscored-000004"}
+    server = job.servers[0]
+    assert any(name.startswith("killed-policy-000004") for name in server.adapters)
+    server.requests.clear()
+    resumed = forked(RECIPE, *job.flags("killed", resume="auto"))
+    assert resumed.exit_code == 0, resumed.output
+    assert "1 round of the steps after 2 on disk" in resumed.output
+    assert "round 4: its answers are on disk, and are only scored" in resumed.output
+    answered = [one for one in server.requests if one["model"].startswith("killed-policy-0")]
+    assert {one["model"].split("-")[2] for one in answered} == {"000005"}
+    assert job.content("killed") == job.content("whole")
+    assert not any(name.startswith("killed") for name in server.adapters)
+
+
+def test_a_run_whose_servers_are_gone_continues_by_itself(job: ServedJob, killed: Path) -> None:
+    resumed = forked(RECIPE, *job.flags("alone", resume="auto", server=None))
+    assert resumed.exit_code == 0, resumed.output
+    kinds = [job.round("alone", step).facts.source["kind"] for step in range(1, 6)]
+    assert kinds == ["server"] * 4 + ["own generation"]
+
+
+def test_a_server_of_the_base_model_is_found_in_the_first_round(job: ServedJob) -> None:
+    job.servers[1].fault = "ignores"
+    finished = forked(RECIPE, *job.flags("base", server=job.urls[1]))
+    job.servers[1].fault = ""
+    assert finished.exit_code == 2, finished.output
+    assert "answers as the base model, so it ignores the adapter" in finished.output
+    assert "Traceback" not in finished.output
+    assert not list((job.folder / "base").rglob("round.json"))
+
+
+def test_settings_that_need_no_server_are_user_errors(job: ServedJob) -> None:
+    settings = {"server": "localhost:8000", "use_peft": "false"}
+    finished = forked(RECIPE, *job.flags("bad", **settings))
+    assert finished.exit_code == 2, finished.output
+    assert "--server localhost:8000: expected a URL such as" in finished.output
+    assert "full fine-tuning has none. Add --use_peft" in finished.output
+    assert not (job.folder / "bad").exists()
