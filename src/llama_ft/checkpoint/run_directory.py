@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, read_bytes, run_of, step_of
-from llama_ft.config import CheckpointConfig, run_entries
+from llama_ft.config import CheckpointConfig, replaced_entries, run_entries
 from llama_ft.config.data_names import is_url
 from llama_ft.config.home import expanded
-from llama_ft.config.objectives import FOLDERS, PASS_FILES
+from llama_ft.config.objectives import PASS_FILES
 from llama_ft.config.paths import (
     RUN_DIRECTORIES,
     RUN_ENTRIES,
@@ -245,14 +245,18 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, is_restarted: 
     """Delete the files of an earlier run. They are checked again, because another run may have
     started since the settings were checked. With --resume auto, delete a run that ended before its
     first checkpoint, but not what it has computed before step 1: this run uses it."""
-    held = run_entries(folder)
     may_remove = settings.overwrite or is_restarted
-    if held and not may_remove and (settings.resume != "auto" or (folder / "model").exists()):
+    if (
+        run_entries(folder)
+        and not may_remove
+        and (settings.resume != "auto" or (folder / "model").exists())
+    ):
         raise UserError(
             f"--output_dir {folder}: already holds a run or its final model. --overwrite replaces it."
         )
+    held = replaced_entries(folder)
     if is_restarted or not settings.overwrite:
-        held = [path for path in held if path.name not in (*PASS_FILES, *FOLDERS)]
+        held = [path for path in held if path.name not in PASS_FILES]
     if held:
         log.info(f"Removing the previous run in {folder}: {', '.join(path.name for path in held)}")
     for path in held:

@@ -5,7 +5,7 @@ Nothing here imports torch, so `--help` and errors appear within a second.
 """
 
 from llama_ft.config.objectives import OBJECTIVES, PreferenceConfig
-from llama_ft.config.paths import base_model_of, run_entries
+from llama_ft.config.paths import base_model_of, replaced_entries, run_entries
 from llama_ft.config.reading.dump import differences, to_yaml
 from llama_ft.config.reading.load import check_command_line, load, load_flags, with_present_names
 from llama_ft.config.rules import as_fraction, check_device, needs_first_pass

@@ -1,9 +1,8 @@
 """The objectives that --objective can name, and their settings.
 
 An objective is a class in training/objectives/ and an entry of `OBJECTIVES` here, or comes with an
-extension. What settings,
-help, messages, data and models need to know of it is in its entry, because nothing here imports
-torch; the class is loaded when the objective is built.
+extension. What settings, help, messages, data and models need to know of it is in its entry, because
+nothing here imports torch; the class is loaded when the objective is built.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from llama_ft import door
 from llama_ft.config.value_types import STRICT, Count
-from llama_ft.door import ObjectiveEntry, PassEntry
+from llama_ft.objective_entry import ObjectiveEntry, PassEntry
 
 PREFERENCE = "preference"
 UNPAIRED = "unpaired_preference"

@@ -24,9 +24,9 @@ from llama_ft.config.home import expanded
 from llama_ft.config.objectives import FOLDERS, PASS_FILES, PASSES
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.config.wording.messages import describe_setting, missing_file, nearest
-from llama_ft.door import PathKind
 from llama_ft.errors import UserError, rank, reason
 from llama_ft.masking import is_clean, is_url_with_secret
+from llama_ft.objective_entry import PathKind
 from llama_ft.processes import attempt, may_be_restarted
 
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
@@ -50,7 +50,7 @@ FETCHED_FILE = ".fetched"
 PROBE = ".llama_ft_"  # begins the name of an empty directory that exists for a moment
 SECONDS_OF_A_PROBE = 60.0
 SHOWN_ENTRIES = 3  # names of other files in a warning
-# Everything that a run writes into its directory. --overwrite deletes nothing else.
+# Everything that a run writes into its directory. --overwrite deletes nothing else, and no FOLDERS.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
     "profile", "tensorboard", "wandb",
@@ -368,8 +368,7 @@ def base_model_of(adapter: str) -> str:
 
 
 def run_entries(directory: Path) -> list[Path]:
-    """Return the existing paths that a run wrote into `directory`. `--overwrite` deletes exactly
-    these.
+    """Return the existing paths that a run wrote into `directory`.
 
     Args:
         directory: an output_dir; it need not exist.
@@ -388,6 +387,12 @@ def run_entries(directory: Path) -> list[Path]:
             if CHECKPOINT_ENTRIES.fullmatch(path.name):
                 entries.append(path)
     return [path for path in entries if path.exists()]
+
+
+def replaced_entries(directory: Path) -> list[Path]:
+    """Return the paths that `--overwrite` deletes in `directory`. Answers in `FOLDERS` stay: they may
+    have been paid."""
+    return [path for path in run_entries(directory) if path.name not in FOLDERS]
 
 
 def foreign_entries(directory: Path) -> str | None:
@@ -467,7 +472,7 @@ def output_dir_problem(
         return "already holds a run. Choose another output_dir, --resume auto to continue it, or --overwrite."
     # After a restart the directory holds the run's own first attempt, and nothing is deleted.
     deletes = overwrite and attempt() == 0
-    return deleted_input(run_entries(path), inputs) if deletes else None
+    return deleted_input(replaced_entries(path), inputs) if deletes else None
 
 
 def store_problem(url: str, output_dir: str | None) -> str | None:

@@ -409,6 +409,11 @@ CONDITIONS: tuple[Condition, ...] = (
     (["score_tokens", "score_samples", "score_answers", "score_batch_size"], "score", bool),
     (["eval_tasks_limit"], "eval_tasks", bool),
     *[([name], "objective", partial(has_setting, name)) for name in own_settings()],
+    (
+        ["gradient_accumulation_steps"],
+        "objective",
+        lambda value: not OBJECTIVES[value].samples_per_step,
+    ),
     (["validation_output"], "validation", lambda value: as_fraction(value) is not None),
     (FSDP_FIELDS, "enable_fsdp", bool),
     (NEED_CUDA, "device", lambda value: value != "cpu"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,10 @@ def test_a_killed_run_replays_its_rounds_and_ends_with_the_same_bytes(job: Job) 
 
 
 def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:
+    accumulating = job.flags("bad", gradient_accumulation_steps=2)
+    finished = forked(RECIPE, *accumulating)
+    assert finished.exit_code == 2, finished.output
+    assert "--gradient_accumulation_steps has no effect with objective grpo" in finished.output
     settings = {"reward": None, "use_peft": "false", "kl_beta": 0.1, "validation": 0.5}
     finished = forked(RECIPE, *job.flags("bad", **settings))
     assert finished.exit_code == 2, finished.output
@@ -283,3 +288,26 @@ def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:
     assert "--kl_beta: the reference is the model with its adapter off" in finished.output
     assert "--validation: this objective has no validation loss" in finished.output
     assert not (job.folder / "bad").exists()
+
+
+def test_overwriting_a_run_keeps_the_answers_that_it_generated(job: Job) -> None:
+    folder = job.folder / "overwritten"
+    answers = contents(folder_of(job.folder / "dapo-1", 1))
+    shutil.copytree(job.folder / "dapo-1", folder)
+    sft = ["--objective=sft", f"--model_name={job.model}", f"--output_dir={folder}", "--overwrite"]
+    sft += ["--max_train_step=1", "--context_length=64", "--no_plan", "--device=cpu"]
+    assert forked(RECIPE, *sft).exit_code == 0
+    assert contents(folder_of(folder, 1)) == answers
+    more = job.flags("overwritten", overwrite="true", **sgd(max_train_step=1))
+    finished = forked(RECIPE, *more)
+    assert finished.exit_code == 0, finished.output
+    assert (
+        "rollouts is of the run that --overwrite replaces; it is kept as set-aside-1-rollouts"
+        in (finished.output)
+    )
+    assert contents(folder / "set-aside-1-rollouts" / "000001") == answers
+    assert contents(folder_of(folder, 1)) != answers  # sampled at another temperature
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

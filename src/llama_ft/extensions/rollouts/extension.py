@@ -4,7 +4,8 @@ a dataset of the training recipe. `--objective grpo` trains on a round in each s
 import os
 from pathlib import Path
 
-from llama_ft.door import Extension, ObjectiveEntry, Verb
+from llama_ft.door import Extension, Verb
+from llama_ft.objective_entry import ObjectiveEntry
 
 
 def holds_rounds(directory: Path) -> bool:

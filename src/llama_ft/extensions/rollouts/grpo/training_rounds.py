@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
+from llama_ft.checkpoint.run_directory import set_aside
 from llama_ft.config import Config
 from llama_ft.data import BatchLayout, StepBatches, stop_token_ids
 from llama_ft.errors import UserError, plural
@@ -112,6 +113,7 @@ class TrainingRounds(Part):
         base = self._ranks.broadcast_from_rank0(lambda: checksum_of(PolicyFiles(folder, folder)))
         self._base_checksum: str = base
         self._places = [*setup.resumed_folders[1:], *filter(None, [setup.unfinished])]
+        self._continued = setup.unfinished if setup.resumed is None else setup.resumed.run
         self._directory = Path()
         self._generated_tokens = 0  # of the steps so far
         self._seconds = 0.0
@@ -124,6 +126,8 @@ class TrainingRounds(Part):
         """Find the rounds on disk, and verify those that will be trained on."""
         self._directory = run.directory
         self._places.insert(0, run.directory)
+        if self._ranks.is_main and self._config.checkpoint.overwrite:
+            self._keep_earlier_rounds()
         if self._servers is not None:
             self._servers.open(run.directory, list(self._prompts.values()))
         if self._settings.max_generated_tokens:
@@ -187,6 +191,15 @@ class TrainingRounds(Part):
         self._closing.close()
         if self._servers is not None:
             self._servers.close()
+
+    def _keep_earlier_rounds(self) -> None:
+        """Rename the rounds of the run that `--overwrite` replaces: they may have been paid."""
+        is_continued = (
+            self._continued is not None and self._continued.resolve() == self._directory.resolve()
+        )
+        folder = folder_of(self._directory, 1).parent
+        if folder.is_dir() and not is_continued:
+            set_aside(folder, "is of the run that --overwrite replaces")
 
     def _count_tokens(self, step: int) -> int:
         """Return the tokens of all answers up to a step."""
