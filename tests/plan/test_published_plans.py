@@ -67,8 +67,8 @@ def test_the_table_has_the_planned_memory(
         "Qwen3-8B-FP8",
         "Devstral Small 2 (24B)",
         "gpt-oss-20b",
-        "gpt-oss-120b",
-        "gpt-oss-120b, LoRA on attention only",
+        pytest.param("gpt-oss-120b", marks=pytest.mark.large),
+        pytest.param("gpt-oss-120b, LoRA on attention only", marks=pytest.mark.large),
     ],
 )
 def test_the_table_has_the_planned_memory_of_weights_as_stored(

@@ -125,6 +125,12 @@ LARGE = {
         "getting-started/choose-a-model",
         "getting-started/first-fine-tune",
         "getting-started/install",
+        "guides/evaluate",
+        "guides/export",
+        "guides/generate",
+        "guides/long-context",
+        "guides/multi-gpu-multi-node",
+        "guides/performance",
     )
 }
 

@@ -74,7 +74,7 @@ def test_the_recording_is_what_the_planner_prints(cache: Path) -> None:
     assert plans.record(cache) == recording.OUTPUT.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_bars_are_what_the_planner_says(cache: Path) -> None:
     assert plans.plan_methods(cache) == json.loads(memory.FIGURES.read_text())
 

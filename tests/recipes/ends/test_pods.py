@@ -135,7 +135,7 @@ class Job:
     [
         ("suspended", [0, 1]),
         pytest.param("preempted", [1], marks=pytest.mark.large),
-        ("preempted", [0]),
+        pytest.param("preempted", [0], marks=pytest.mark.large),
     ],
 )
 def test_a_job_that_is_stopped_saves_uploads_and_continues_on_empty_disks(

@@ -62,7 +62,15 @@ def published(
     return Published(folder / "published", folder / "plain", samples, targets)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=["1rank", "2ranks", "4ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, marks=pytest.mark.large),
+        2,
+        pytest.param(4, marks=pytest.mark.large),
+    ],
+    ids=["1rank", "2ranks", "4ranks"],
+)
 def ranks(request: pytest.FixtureRequest) -> int:
     count: int = request.param
     return count
