@@ -162,6 +162,8 @@ def _compute_on_host(call: Call) -> Any:
             return call.operator(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
         case "_pin_memory":
             return args[0]
+        case "_conj":  # below the dispatcher's Conjugate key nothing would read a conjugate bit
+            return torch.conj_physical(args[0])
     return call.operator(*args, **kwargs)
 
 
