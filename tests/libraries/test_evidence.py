@@ -96,6 +96,25 @@ def test_other_arguments_have_their_names() -> None:
     }
 
 
+def test_models_that_wait_for_sizes_of_images_have_their_arguments() -> None:
+    for path in ("qwen3_vl.Qwen3VLModel", "glm4v.Glm4vModel", "idefics3.Idefics3Model"):
+        assert {evidence.PIXELS, evidence.ENCODER_OUTPUTS} <= parameters(path)
+    assert evidence.GRID_OF_IMAGES in parameters("qwen2_5_vl.Qwen2_5_VLModel")
+    assert set(evidence.SIZES_OF_IMAGES) & parameters("mistral3.Mistral3Model")
+    assert evidence.PIXEL_MASK in parameters("smolvlm.SmolVLMModel")
+    assert evidence.PATCH_MASK in parameters("idefics3.Idefics3VisionTransformer")
+    for tower in ("qwen3_5.Qwen3_5VisionModel", "gemma4.Gemma4VisionModel"):
+        assert set(evidence.SIZES_FOR_TOWERS) & parameters(tower)
+    for name in evidence.GRID_TOWERS | evidence.TAKES_SIZES | evidence.PADDED_IMAGES:
+        file = import_module(f"transformers.models.{name}.modeling_{name}")
+        assert evidence.IMAGE_FEATURES in inspect.getsource(file)
+    for tower, name in {
+        "qwen3_vl.Qwen3VLVisionModel": evidence.INTERPOLATION,
+        "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": evidence.WINDOW,
+    }.items():
+        assert f"self.{name} =" in inspect.getsource(architecture(tower).__init__)
+
+
 def test_the_files_of_models_have_their_functions() -> None:
     forward = inspect.unwrap(architecture("llama.LlamaAttention").forward)
     assert evidence.ATTENTION_INTERFACE in forward.__code__.co_names

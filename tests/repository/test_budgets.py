@@ -36,7 +36,7 @@ TOKENS = {
     "export": 10_200,  # the adapter alone, for servers
     "extensions": 0,  # each has its own line below
     "extensions/check": 4300,
-    "extensions/images": 11_200,
+    "extensions/images": 13_400,  # what towers need to know of images, computed on the host
     "extensions/kubeflow": 850,
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
     "extensions/rollouts": 24_300,  # rounds, samplers, servers, rewards, conversions, GRPO, adapters for servers
@@ -45,7 +45,7 @@ TOKENS = {
     "extensions/store": 9900,
     "inference": 8800,  # requests to servers and which weights they have, for rollouts, too
     "libraries": 2600,
-    "models": 64_300,  # tiled MLPs, pieces that a plan leaves out, shared sequences with images or compiled layers
+    "models": 65_000,  # tiled MLPs, shared sequences with images or compiled layers, units kept for an answer
     "observe": 12_600,
     "plan": 23_300,  # --longest plans all GPUs together, and no more than too large weights; loops over chunks
     "run": 9300,

@@ -79,6 +79,11 @@ class MediaTensors(Protocol):
     def checksums(self) -> list[bytes]:
         """The checksums of the files of each example; empty of one without files."""
 
+    def prepare(
+        self, model: nn.Module, batch: "Batch", lengths: list[int], device: torch.device
+    ) -> None:
+        """Make ahead of time what `arguments` needs, in the thread that makes batches."""
+
     def arguments(
         self, model: nn.Module, batch: "Batch", lengths: list[int], device: torch.device
     ) -> dict[str, Any]:
@@ -141,7 +146,7 @@ class MediaReader(Protocol):
 
     def prepare_towers(self, model: nn.Module) -> None:
         """Change a model on the meta device with its towers, so that each sample of a batch is
-        computed as if it was alone."""
+        computed as if it was alone, and so that the host does not wait for the device."""
 
     def choose_trained(self, built: Any, model: "ModelConfig") -> list[str]:
         """Freeze what the settings do not train of a `BuiltModel` with its towers. Return the names of

@@ -58,6 +58,32 @@ SEES_IMAGES = "full_text_row_masked_out_mask"
 # are those of images, [samples, tokens], and a list of features [tokens of images, width].
 MEDIA_TOKENS = "visual_pos_masks"
 ADDED_FEATURES = "deepstack_visual_embeds"
+# Arguments of models that take images: pixels, which of them are not padding, sizes per image in patches
+# or in pixels, images per sample, and features of images that were computed before.
+PIXELS = "pixel_values"
+PIXEL_MASK = "pixel_attention_mask"
+GRID_OF_IMAGES = "image_grid_thw"
+SIZES_OF_IMAGES = (GRID_OF_IMAGES, "image_sizes", "image_position_ids", "batch_num_images")
+ENCODER_OUTPUTS = "mm_encoder_outputs"
+# Arguments of towers: sizes per image in patches, or places of patches; which patches have pixels.
+SIZES_FOR_TOWERS = ("grid_thw", "pixel_position_ids")
+PATCH_MASK = "patch_attention_mask"
+# Architectures whose code waits often for the GPU: it reads sizes of images in a tower named `visual`,
+# only in `get_image_features`, or looks for images that are padding.
+GRID_TOWERS = frozenset(
+    {
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "glm4v",
+        "glm4v_moe",
+    }
+)
+TAKES_SIZES = frozenset({"llava_next", "llava_onevision", "mistral3", "gemma4"})
+PADDED_IMAGES = frozenset({"idefics3", "smolvlm"})
 # Arguments of the load-balancing loss that llama_ft computes for routers.
 BALANCING_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
@@ -75,6 +101,9 @@ CROSS_ATTENTION = "cross_attn"
 # Attention that counts positions itself, and scales by them (Llama 4's).
 COUNTS_POSITIONS = "attn_temperature_tuning"
 IMAGE_FEATURES = "get_image_features"  # a method of models that take images
+# Of towers that interpolate their position embeddings, and that attend within windows.
+INTERPOLATION = "interpolation_mode"
+WINDOW = "window_size"
 
 # Classes.
 # Classes without weights whose torch operations mix dtypes if their inputs are in 16 bits.

@@ -38,6 +38,17 @@ NAMES = {
         "_get_arguments_from_pretrained(pretrained_model_name_or_path) "
         "check_argument_for_proper_class(argument_name, argument)"
     ),
+    # What towers compute from the sizes of images: here on the host.
+    ("vision_utils", "samples with images"): (
+        "get_vision_cu_seqlens(grid_thw) get_vision_position_ids(grid_thw, spatial_merge_size) "
+        "get_vision_window_index(grid_thw, spatial_merge_size, window_size, patch_size) "
+        "get_vision_interpolation_indices_and_weights("
+        "grid_thw, num_grid_per_side, mode, align_corners, spatial_merge_size)"
+    ),
+    # Replaced: it indexes with a mask, which waits for the GPU.
+    ("models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextModel", "samples with images"): (
+        "_deepstack_process(hidden_states, visual_pos_masks, visual_embeds)"
+    ),
     ("models.auto.processing_auto", "samples with images"): (
         "PROCESSOR_MAPPING_NAMES processor_class_from_name(class_name)"
     ),

@@ -19,6 +19,7 @@ from llama_ft.run.setup import Setup
 from llama_ft.runtime import log
 from llama_ft.runtime.ends.exit import Stop
 from llama_ft.training import Objective, StepOutcome
+from llama_ft.training.objectives.base import with_prepared_media
 
 Metrics = dict[str, Any]  # key of metrics.jsonl -> number, or a list with one number per rank
 
@@ -121,7 +122,8 @@ class TrainingRun:
         last = self.batches.total_steps
         if self.state.best.should_stop:
             last = self.state.step
-        return self.batches.steps(self.state.step + 1, last, self.state.position)
+        steps = self.batches.steps(self.state.step + 1, last, self.state.position)
+        return with_prepared_media(steps, self.built, self.ranks.device)
 
     def begin_step(self, step: StepBatches, waited_seconds: float) -> None:
         """Start to measure a step. `waited_seconds` is how long training waited for its batches."""

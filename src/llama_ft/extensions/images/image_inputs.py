@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from llama_ft.data import Batch
+from llama_ft.extensions.images.towers.image_numbers import NUMBERS, ImageNumbers, numbers_of
 from llama_ft.runtime.devices import sent
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImageTensors:
     """What a processor makes of a micro-batch, in addition to tokens, by its own names."""
 
@@ -27,11 +28,34 @@ class ImageTensors:
     others: dict[str, torch.Tensor]
     # of the images of each example; empty of one without images
     checksums: list[bytes] = field(default_factory=list)
+    # for the lengths of the examples; None: not yet
+    _prepared: "_Prepared | None" = None
+
+    def prepare(
+        self, model: nn.Module, batch: Batch, lengths: list[int], device: torch.device
+    ) -> None:
+        """Make ahead of time what `arguments` needs, in a thread. Pixels for a GPU are copied to pinned
+        memory."""
+        if device.type == "cuda":
+            for name, values in self.others.items():
+                self.others[name] = values.pin_memory()
+        self._prepared = self._prepare(model, batch, lengths)
 
     def arguments(
         self, model: nn.Module, batch: Batch, lengths: list[int], device: torch.device
     ) -> dict[str, Any]:
         """Return the further arguments of a model, on the device, see `MediaTensors.arguments`."""
+        prepared = self._prepared
+        if prepared is None or prepared.lengths != lengths:
+            prepared = self._prepare(model, batch, lengths)
+        arguments: dict[str, Any] = {}
+        for name, values in prepared.tensors.items():
+            arguments[name] = sent(values, device)
+        if prepared.numbers is not None:
+            arguments[NUMBERS] = prepared.numbers.sent(device)
+        return arguments
+
+    def _prepare(self, model: nn.Module, batch: Batch, lengths: list[int]) -> "_Prepared":
         per_token = self.per_token
         if batch.is_packed:
             added = sum(lengths) - batch.input_ids.shape[1]
@@ -39,15 +63,18 @@ class ImageTensors:
                 name: nn.functional.pad(values, (0, added)) for name, values in per_token.items()
             }
         taken = taken_arguments(model)
-        arguments = {}
+        tensors = {}
         for name, values in (per_token | self.others).items():
             if name in taken:
-                arguments[name] = sent(values, device)
+                tensors[name] = values
+        numbers = numbers_of(model, tensors)
+        if numbers is not None:
+            for name in numbers.replaced:
+                tensors.pop(name, None)
         rule = _position_rule(model)
         if rule is not None:
-            positions = _positions(rule, batch, per_token, self.others, lengths)
-            arguments["position_ids"] = sent(positions, device)
-        return arguments
+            tensors["position_ids"] = _positions(rule, batch, per_token, self.others, lengths)
+        return _Prepared(lengths, tensors, numbers)
 
     def without_values(self, copies: int) -> list[torch.Tensor]:
         """Replace pixels by tensors without storage, see `MediaTensors.without_values`."""
@@ -58,6 +85,21 @@ class ImageTensors:
             self.others[name] = torch.empty(values.shape, dtype=values.dtype)
             waiting += [torch.empty(values.shape, dtype=values.dtype) for _ in range(copies)]
         return waiting
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Arguments of a model for a micro-batch, on the host.
+
+    Attributes:
+        lengths: tokens of each example.
+        tensors: the arguments, for the device.
+        numbers: see `image_numbers`.
+    """
+
+    lengths: list[int]
+    tensors: dict[str, torch.Tensor]
+    numbers: ImageNumbers | None
 
 
 def taken_arguments(model: Any) -> set[str]:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from transformers.modeling_utils import PreTrainedModel
+
 from llama_ft.config import DataConfig
 from llama_ft.data.media import MediaModel
 from llama_ft.data.read.formats import Sample, SampleFormat
@@ -12,14 +14,20 @@ from llama_ft.extensions.images.processor import Images
 from llama_ft.extensions.images.samples.image_parts import ImageStore, with_image_parts
 from llama_ft.extensions.images.towers.cross_attention_layers import keep_cross_attention_apart
 from llama_ft.extensions.images.towers.trained_parts import choose_trained_parts
+from llama_ft.extensions.images.towers.without_waits import encode_without_waits
 
 
 class ImageReader:
     """The images of samples, prompts and plans."""
 
     thumbnail = staticmethod(thumbnail)
-    prepare_towers = staticmethod(keep_cross_attention_apart)
     choose_trained = staticmethod(choose_trained_parts)
+
+    @staticmethod
+    def prepare_towers(model: PreTrainedModel) -> None:
+        """Change a model on the meta device with its towers, see `MediaReader`."""
+        keep_cross_attention_apart(model)
+        encode_without_waits(model)
 
     @staticmethod
     def load(model: MediaModel, config: DataConfig, cache: Path) -> Images:

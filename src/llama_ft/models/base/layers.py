@@ -98,6 +98,14 @@ def function_of_file(module: nn.Module, name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], next(functions))
 
 
+def architecture_of(module: nn.Module) -> str:
+    """Return the name of the architecture in Transformers whose file defines a module's class, such as
+    "qwen3_vl" (not the subclass that fully_shard derives); "" for code of others."""
+    files = [kind.__module__ for kind in type(module).__mro__]
+    matches = [re.fullmatch(r"transformers\.models\.(\w+)\.modeling_\w+", file) for file in files]
+    return next((match[1] for match in matches if match), "")
+
+
 def takes_more_than_text(config: PretrainedConfig) -> bool:
     """Return whether a config belongs to a model for images or sound, too. Phi-4-multimodal has no
     text_config."""

@@ -7,7 +7,8 @@ planner use nothing else of a method.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -292,6 +293,22 @@ def model_call(built: BuiltModel, batch: Batch, device: torch.device) -> ModelCa
         **router_arguments(built),
     }
     return ModelCall(inputs, own, mask)
+
+
+def with_prepared_media(
+    steps: Generator[StepBatches, None, None], built: BuiltModel, device: torch.device
+) -> Generator[StepBatches, None, None]:
+    """Yield steps after what `model_call` needs of their media was made: in the thread that makes
+    batches, while the model computes."""
+    with closing(steps):
+        for step in steps:
+            for batch in step.batches:
+                if batch.media is not None:
+                    lengths = batch.example_lengths
+                    if batch.is_packed:
+                        _, lengths = _filled_up(built, batch)
+                    batch.media.prepare(built.model, batch, lengths, device)
+            yield step
 
 
 def target_examples(batch: Batch) -> torch.Tensor:
