@@ -96,14 +96,16 @@ def varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     **___: Any,
 ) -> torch.Tensor:
-    """torch.nn.attention.varlen.varlen_attn for samples of a packed sequence, each causal."""
+    """torch.nn.attention.varlen.varlen_attn for samples of a packed sequence, each causal, or for
+    images."""
     lengths = unwrap(offsets).diff().tolist()
     assert max(lengths) == longest
     window = window_size[0] + 1 if window_size[0] >= 0 else None
+    is_causal = window_size[1] == 0
 
     def formula(*tensors: torch.Tensor) -> torch.Tensor:
         by_head = [tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors]
-        output = _per_sample(by_head, lengths, scale, window)[0]
+        output = _per_sample(by_head, lengths, scale, window, is_causal)[0]
         return output.transpose(0, 1).contiguous()
 
     return _AttentionKernel.apply("varlen attention", formula, query, key, value)
@@ -114,10 +116,13 @@ def _per_sample(
     lengths: list[int],
     scale: float | None,
     window: int | None,
+    is_causal: bool = True,
 ) -> torch.Tensor:
     outputs = []
     for query, key, value in zip(*(tensor.split(lengths, 2) for tensor in tensors), strict=True):
-        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool)
+        if is_causal:
+            mask = mask.tril()
         if window is not None:
             mask = mask.triu(1 - window)
         shares_heads = query.shape[1] != key.shape[1]

@@ -18,7 +18,6 @@ GUARD = Path(__file__).with_name("cuda_guard.cpp")
 COMPILER_OPTIONS = ("-O0", "-std=c++20", "-shared", "-fPIC")
 # Their result is a number, or no new tensor.
 NOT_TENSORS = ("_local_scalar_dense", "is_pinned")
-IN_PLACE_COPIES = ("copy_", "_foreach_copy_")
 
 
 def compile_guard(folder: Path) -> Path:
@@ -141,7 +140,9 @@ def compute(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     result = _compute_on_host(call)
     if call.device in ("cpu", "meta") or call.name in NOT_TENSORS:
         return result
-    return args[0] if call.name in IN_PLACE_COPIES else _on_device(result, call)
+    if call.name == "_foreach_copy_":
+        return None
+    return args[0] if call.name == "copy_" else _on_device(result, call)
 
 
 def _compute_on_host(call: Call) -> Any:

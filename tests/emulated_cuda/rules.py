@@ -22,8 +22,8 @@ ALWAYS_WAIT = {
 }  # fmt: skip
 # Copies between devices, indices that may be on the host, and collectives.
 MAY_MIX = {
-    "copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "_index_put_impl_", "record_stream", "set_",
-    "_pin_memory",
+    "copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_", "record_stream",
+    "set_", "_pin_memory",
 }  # fmt: skip
 COLLECTIVES = ("c10d", "_c10d_functional")
 # Libraries whose operators have CUDA kernels that a build for CPUs lacks.

@@ -25,6 +25,7 @@ from emulated_cuda.cases import (
     without_lines,
 )
 from emulated_cuda.device import compile_guard
+from image_models import FAMILIES
 
 # What is measured of others differs by a few launches.
 VERSIONS = ("2.13", "5.23")
@@ -44,6 +45,7 @@ SLOW = [
     "scored answers",
     "experts, LoRA",
     "experts, QLoRA",
+    "images Qwen3-VL",
 ]
 CASES_PER_LAUNCH = 12
 # In fp32 the emulated GPU computes what the CPU does, to 7 digits; for pairs, whose losses are of
@@ -72,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
     """Returns what a case did, which runs in one launch with others."""
-    groups = [FAST, SLOW, *groups_of(LARGE, CASES_PER_LAUNCH)]
+    groups = [FAST, *groups_of(SLOW, len(SLOW)), *groups_of(LARGE, CASES_PER_LAUNCH)]
 
     @functools.cache
     def launch(number: int) -> dict[str, list[Any]]:
@@ -115,9 +117,15 @@ def test_losses_are_those_of_the_cpu(name: str, run: Run) -> None:
         assert result["losses in fp32"] == pytest.approx(on_cpu, rel=EXACT)
 
 
+@pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("images ")])
+def test_the_host_waits_at_most_3_times_per_micro_batch_with_images(name: str) -> None:
+    assert sum(STEPS[name]["waits"].values()) <= 3  # the second step has one or two micro-batches
+
+
 def test_every_case_of_the_file_is_stored() -> None:
     named = yaml.safe_load(CASES_FILE.read_text())
     assert list(STEPS)[: len(named)] == list(named)
+    assert {f"images {family}" for family in FAMILIES} <= STEPS.keys()
 
 
 # capability -> kernels of attention in bf16 (7.5: fp16) and of experts; AdamW is fused on all

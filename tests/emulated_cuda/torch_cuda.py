@@ -16,6 +16,7 @@ from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import DefaultDeviceType
 
 from llama_ft.cpu import one_kernel
+from llama_ft.extensions.images.towers import without_waits
 from llama_ft.models.packing import packed_attention
 
 GIB = 2**30
@@ -173,7 +174,7 @@ def _over_gloo(init_process_group: Callable[..., None]) -> Callable[..., None]:
     """Let gloo do what NCCL would, with the values on the CPU."""
 
     def init(*, backend: str, device_id: Any, **others: Any) -> None:
-        init_process_group(backend=backend.replace("nccl", "gloo"), **others)
+        init_process_group(backend="gloo", **others)
 
     return init
 
@@ -194,6 +195,7 @@ def _patches() -> list[Any]:
         (torch.ops.aten, "_efficient_attention_forward", attention.efficient_forward),
         (torch.ops.aten, "_efficient_attention_backward", attention.efficient_backward),
         (packed_attention, "varlen_attn", attention.varlen_attn),
+        (without_waits, "varlen_attn", attention.varlen_attn),
         (one_kernel, "runs_compiled", lambda _: False),  # there is no GPU to compile for
         (dist, "init_process_group", _over_gloo(dist.init_process_group)),
     ):
