@@ -72,14 +72,18 @@ class TopKDivergence(torch.autograd.Function):
         log_p: torch.Tensor,
         temperature: float,
     ) -> torch.Tensor:
-        scaled = logits.float() / temperature
-        log_sum = scaled.logsumexp(-1, keepdim=True)
-        log_q = scaled.gather(1, token_ids) - log_sum
+        # One copy of the logits becomes the probabilities in place: it may take hundreds of MB.
+        scaled = logits.to(torch.float32, copy=True).div_(temperature)
+        top = scaled.gather(1, token_ids)
+        largest = scaled.amax(-1, keepdim=True)
+        probabilities = scaled.sub_(largest).exp_()  # [targets, vocab]; not normalized yet
+        total = probabilities.sum(-1, keepdim=True)
+        log_q = top - (largest + total.log())
         p = log_p.exp()
         # a teacher may mask tokens: their log-probability is -inf
         terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
         divergence = terms.sum(-1)
-        probabilities = scaled.sub_(log_sum).exp_()  # [targets, vocab]
+        probabilities.div_(total)
         mass = p.sum(-1, keepdim=True)
         others = mass
         if token_ids.shape[1] < logits.shape[1]:
@@ -129,7 +133,9 @@ class ReverseDivergence(torch.autograd.Function):
         log_p: torch.Tensor,
         temperature: float,
     ) -> torch.Tensor:
-        log_q = (logits.float() / temperature).log_softmax(-1)  # [targets, vocab]
+        scaled = logits.to(torch.float32, copy=True).div_(temperature)
+        log_q = scaled.log_softmax(-1)  # [targets, vocab]
+        del scaled
         top_q = log_q.gather(1, token_ids)
         ratios = top_q - log_p.clamp(min=LEAST_LOG_PROBABILITY)
         divergence = (top_q.exp() * ratios).sum(-1, keepdim=True)
