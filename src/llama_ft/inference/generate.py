@@ -21,6 +21,7 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel
 from llama_ft.models import vocabulary_size
+from llama_ft.models.sharding.kept_units import units_kept_if_they_fit
 from llama_ft.runtime import Ranks
 from llama_ft.training import free_unsharded
 from llama_ft.training.evaluation import prompt_arguments, towers_in_root
@@ -188,7 +189,10 @@ class Answerer:
                 shown = max(shown, len(text))  # an incomplete character may hide the one before it
             return scores
 
-        with towers_in_root(self.model, self._media):
+        with (
+            units_kept_if_they_fit(self.model, self._ranks),
+            towers_in_root(self.model, self._media),
+        ):
             sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
                 **arguments,
                 max_new_tokens=self.longest_answer(width),

@@ -39,6 +39,7 @@ from llama_ft.data.tokenize.prompt_tokens import (
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel
 from llama_ft.models.sharding.fsdp import free_unsharded
+from llama_ft.models.sharding.kept_units import units_kept_if_they_fit
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.objectives.base import Objective, logged_means
 
@@ -439,7 +440,11 @@ def generate_batch(
     # FSDP's own hook, which starts to gather weights.
     check = model.register_forward_pre_hook(lambda *_: ranks.check_stop(), prepend=True)
     try:
-        with evaluating(model), towers_in_root(model, layout.media):
+        with (
+            evaluating(model),
+            units_kept_if_they_fit(model, ranks),
+            towers_in_root(model, layout.media),
+        ):
             tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
                 **arguments,
                 max_new_tokens=new_tokens,

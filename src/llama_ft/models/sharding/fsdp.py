@@ -30,6 +30,7 @@ from llama_ft.models.base.torch_2_11 import allow_integers
 from llama_ft.models.built import BuiltModel, FsdpUnit, Sharding
 from llama_ft.models.quantization.layers import weight_counts
 from llama_ft.models.sharding.dtypes import fp32_modules
+from llama_ft.models.sharding.kept_units import remember_units
 from llama_ft.runtime.devices import Precision
 from llama_ft.runtime.target import current_target
 
@@ -71,12 +72,14 @@ def apply_fsdp(
     # once, so freeing their weights would all-gather them twice.
     last_ones = [model.get_output_embeddings(), *layers[-1:]]
     is_kept = fsdp.sharding_strategy == "SHARD_GRAD_OP"
+    resharded = [module for module in modules if not is_kept and module not in last_ones]
     for module in modules:
         shard_one(
             module,
             mp_policy=in_fp32 if module in fp32_units else policy,
-            reshard_after_forward=not is_kept and module not in last_ones,
+            reshard_after_forward=module in resharded,
         )
+    remember_units(model, resharded, sum(unit.bytes for unit in units))
     shard_one(model, mp_policy=policy, reshard_after_forward=False)
     # On a GPU the next unit can be all-gathered while one computes.
     if mesh["shard"].size() > 1 and current_target().is_cuda:
