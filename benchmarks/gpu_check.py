@@ -1,12 +1,14 @@
-"""Check llama_ft's CUDA features on this machine's GPU, in three commands of a few minutes each.
+"""Check llama_ft's CUDA features on this machine's GPU, in four commands of a few minutes each.
 
     python3 benchmarks/gpu_check.py --command 1  # 8 minutes, 80 GB: attention, 8B LoRA, every flag
     python3 benchmarks/gpu_check.py --command 2  # 8 minutes, 80 GB: methods, quantized, plan, full
-    python3 benchmarks/gpu_check.py --command 3  # 5 minutes, 80 GB: saving, resuming, ends, memory
+    python3 benchmarks/gpu_check.py --command 3  # 8 minutes, 80 GB: saving, ends, formats, two GPUs
+    python3 benchmarks/gpu_check.py --command 4  # 8 minutes, 24 GB: all that needs no 80 GB
     python3 benchmarks/gpu_check.py --only waits,oom --seconds 120
 
 Each command is useful alone. Each line of the table is written to OUTPUT/gpu_check.jsonl at once,
-what failed cases printed to OUTPUT/failed.log. Models are made from a seed, and nothing is
+what failed cases printed to OUTPUT/failed.log, and what no result in OUTPUT has checked to
+OUTPUT/not_checked.txt. Models are made from a seed, and nothing is
 downloaded; they stay in SCRATCH for the next command. Without a GPU the small parts run on the CPU,
 which checks this script. Exit code 1: a check failed. docs/development/gpu-check.md says how to run
 it on a machine without a network.
@@ -29,7 +31,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `import b
 
 from benchmarks.gpu import gpu_kernels
 from benchmarks.gpu.gpu_bench import REPOSITORY, Bench, Row, end_descendants, failed_row, left_out
-from benchmarks.gpu.gpu_cases import cases, compiled, ends, methods, oom, resume, save, waits
+from benchmarks.gpu.gpu_cases import (
+    cases,
+    compiled,
+    ends,
+    further,
+    methods,
+    oom,
+    resume,
+    save,
+    waits,
+)
+from benchmarks.gpu.gpu_coverage import PUBLISHED, not_checked, read_rows
+from benchmarks.gpu.gpu_ranks import two_ranks
 from benchmarks.gpu.gpu_speed import fixes, full, inference, lora8b, lora8b_more, plan, quant8b
 
 SECONDS_FOR_A_PART = 10.0  # no part starts with less
@@ -55,6 +69,7 @@ RUNS = (
     *(waits, lora8b, cases),
     *(methods, full, quant8b, compiled),
     *(resume, ends, oom, save),
+    *(further, two_ranks),
     *(inference, fixes, lora8b_more, plan),  # in no command
 )
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
@@ -65,7 +80,8 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 COMMANDS: dict[int, tuple[str, float]] = {
     1: ("start,waits,attention,one_pass,lora8b,cases", 440.0),
     2: ("methods,quantized,sharded,full,quant8b,compiled", 440.0),
-    3: ("resume,ends,oom,save", 260.0),
+    3: ("resume,ends,oom,save,further,two_ranks", 440.0),
+    4: ("start,waits,attention,cases,methods,further,quantized,sharded,two_ranks", 440.0),
 }
 
 
@@ -76,6 +92,9 @@ def main() -> int:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--command", type=int, choices=COMMANDS, help="the parts of one command")
+    which.add_argument(
+        "--not_checked", action="store_true", help="print what no published result has checked"
+    )
     which.add_argument("--only", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument(
         "--seconds",
@@ -101,6 +120,9 @@ def main() -> int:
 
         run_child(given.child, given.recipe, given.toggle)
         return 0
+    if given.not_checked:
+        print(not_checked(read_rows(PUBLISHED)))
+        return 0
     names, seconds = COMMANDS.get(given.command, (given.only or ",".join(PARTS), 3000.0))
     unknown = [name for name in names.split(",") if name not in PARTS]
     if unknown:
@@ -121,6 +143,7 @@ def main() -> int:
         rows = list(run_parts(bench, names.split(",")))
         end.cancel()
         faulthandler.cancel_dump_traceback_later()
+    (bench.output / "not_checked.txt").write_text(f"{not_checked(read_rows(bench.output))}\n")
     wrong = [row for row in rows if row.ok is False]
     skipped = [row for row in rows if row.ok is None]
     print(f"{len(rows) - len(wrong) - len(skipped)} of {len(rows) - len(skipped)} checks hold")

@@ -18,12 +18,16 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 
 import psutil
 
+from benchmarks.gpu.gpu_image_model import make_chats, make_image_model
 from benchmarks.gpu.gpu_models import (
     DEVICE,
+    PUBLISHED,
     TINY,
+    make_answers,
     make_architecture,
     make_model,
     make_pairs,
+    make_published,
     make_samples,
 )
 
@@ -78,20 +82,36 @@ class Bench:
     def seconds_left(self) -> float:
         return self._until - time.monotonic()
 
-    def tiny(self, architecture: str = "", pairs: bool = False) -> list[str]:
-        """Return flags of a tiny model and samples of uneven length, or pairs of responses."""
-        if architecture:
-            model = make_architecture(self.scratch / f"tiny-{architecture}", architecture)
+    def tiny(self, model: str = "", samples: str = "tokens") -> list[str]:
+        """Return flags of a tiny model and samples.
+
+        Args:
+            model: a key of ARCHITECTURES or PUBLISHED, "images", or "" for a plain Llama.
+            samples: tokens (of uneven length), pairs of responses, answers, rated (answers), chats
+                (about images).
+        """
+        folder = self.scratch / (f"tiny-{model}" if model else "tiny")
+        if model == "images":
+            make_image_model(folder)
+        elif model in PUBLISHED:
+            make_published(folder, model)
+        elif model:
+            make_architecture(folder, model)
         else:
-            model = make_model(self.scratch / "tiny", TINY)
-        if pairs:
-            samples = make_pairs(self.scratch / "pairs.jsonl", 64)
-        else:
-            lengths = [20 + 37 * number % 200 for number in range(64)]
-            samples = make_samples(self.scratch / "samples.jsonl", lengths)
+            make_model(folder, TINY)
+        file = self.scratch / f"{samples}.jsonl"
+        match samples:
+            case "tokens":
+                make_samples(file, [20 + 37 * number % 200 for number in range(64)])
+            case "pairs":
+                make_pairs(file, 64)
+            case "answers" | "rated":
+                make_answers(file, 160, are_rated=samples == "rated")
+            case "chats":
+                file = make_chats(self.scratch / "chats", 120)
         common = "--lr 1e-3 --no_plan --context_length 256 --batch_size_training 2"
         saving = "--save_model false --overwrite"
-        data = ["--model_name", str(model), "--dataset", str(samples)]
+        data = ["--model_name", str(folder), "--dataset", str(file)]
         return [*data, *common.split(), *saving.split()]
 
     def run(

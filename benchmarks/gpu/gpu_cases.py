@@ -19,6 +19,7 @@ from benchmarks.gpu.gpu_bench import (
     NO_TIME,
     ON_GPU,
     RECIPES,
+    REPOSITORY,
     Bench,
     Case,
     Row,
@@ -27,13 +28,23 @@ from benchmarks.gpu.gpu_bench import (
     last_line,
     left_out,
 )
-from benchmarks.gpu.gpu_models import DEVICE, SHALLOW, THREE_B, TINY, make_model, make_samples
+from benchmarks.gpu.gpu_models import (
+    DEVICE,
+    SHALLOW,
+    THREE_B,
+    TINY,
+    make_architecture,
+    make_model,
+    make_samples,
+)
 from benchmarks.shared.torchrun_command import torchrun_command
 
 PADDING = ["--batching_strategy", "padding"]
 SELECTIVE = ["--activation_checkpointing", "selective"]
 NF4 = ["--quantization", "4bit"]
 EIGHT_BIT = ["--quantization", "8bit"]
+AS_STORED = ["--quantization", "as_stored"]
+SCORED = "--validation 0.2 --eval_steps 2 --score exact --score_tokens 4".split()
 CASES: dict[str, list[str]] = {
     "full": [],
     "full, padding": PADDING,
@@ -63,11 +74,12 @@ ON_GPU_ONLY = {  # name -> base case, and its additional flags
 
 
 class Method(NamedTuple):
-    """A run of a tiny model of one of gpu_models.ARCHITECTURES; "" is the plain Llama."""
+    """A run of a tiny model with samples, see `Bench.tiny`."""
 
-    architecture: str
+    model: str
     flags: list[str]
     limit: float = 5e-3  # of the relative difference from the losses on the CPU
+    samples: str = "tokens"
 
 
 METHODS = {
@@ -77,8 +89,8 @@ METHODS = {
     "MoE, LoRA, selective": Method("qwen3_moe", [*LORA, *SELECTIVE]),
     "MoE, full": Method("qwen3_moe", []),
     # The loss is about 0.69, a difference of sums of 40 log-probabilities: rounding weighs more.
-    "DPO, LoRA": Method("", [*LORA, "--objective", "dpo"], 2e-2),
-    "DPO, full": Method("", ["--objective", "dpo"], 2e-2),
+    "DPO, LoRA": Method("", [*LORA, "--objective", "dpo"], 2e-2, "pairs"),
+    "DPO, full": Method("", ["--objective", "dpo"], 2e-2, "pairs"),
     "sliding window": Method("mistral", []),
     "sliding window, padding": Method("mistral", PADDING),
     "eager attention, soft caps": Method("gemma2", ["--attn_implementation", "eager"]),
@@ -88,6 +100,26 @@ METHODS = {
     "tied head": Method("llama", []),
     "DoRA": Method("", [*LORA, "--use_dora"]),
     "LoRA, evaluation": Method("", [*LORA, "--validation", "0.2", "--eval_steps", "2"]),
+}
+EXPERTS = ["--target_parameters", "mlp.experts.gate_up_proj,mlp.experts.down_proj"]
+FURTHER = {
+    "KTO": Method("", [*LORA, "--objective", "kto"], 2e-2, "rated"),
+    "ORPO": Method("", [*LORA, "--objective", "orpo"], 2e-2, "pairs"),
+    "reward model": Method("", [*LORA, "--objective", "reward"], 2e-2, "pairs"),
+    "distillation": Method("", [*LORA, "--objective", "distill", "--distill_top_k", "8"], 2e-2),
+    "scored answers": Method("", [*LORA, *SCORED], samples="answers"),
+    "gpt-oss, LoRA on experts": Method("gpt_oss", [*LORA, *EXPERTS]),
+    "Falcon-H1": Method("falcon_h1", LORA),
+    "FP8 as stored": Method("FP8", [*LORA, *AS_STORED]),
+    "FP8 as stored, checkpointing": Method(
+        "FP8", [*LORA, *AS_STORED, "--activation_checkpointing", "full"]
+    ),
+    "MXFP4 as stored": Method("MXFP4", [*LORA, *AS_STORED, *EXPERTS]),
+    "images": Method("images", LORA, samples="chats"),
+    "images, projector": Method("images", [*LORA, "--train_vision", "projector"], samples="chats"),
+    "nf4, double_quant": Method("", [*LORA, *NF4, "--double_quant"]),
+    "groups": Method("", [*LORA, "--groups", "[{match: lora_A, lr: 0.1x}]"]),
+    "Muon": Method("", ["--optimizer", f"{REPOSITORY / 'examples' / 'muon.py'}:muon"]),
 }
 COMPILED = {  # on a GPU: name -> base of METHODS or CASES, and its additional flags
     "LoRA, compiled": ("LoRA", ["--compile"]),
@@ -119,10 +151,20 @@ def cases(bench: Bench) -> Iterator[Row]:
 def methods(bench: Bench) -> Iterator[Row]:
     """Run three steps of mixtures of experts, DPO, sliding windows, eager attention and DoRA, and
     compare with fp32 on the CPU."""
-    flags = {name: _method_flags(bench, method) for name, method in METHODS.items()}
-    bases = {name: name for name in METHODS}
-    limits = {name: method.limit for name, method in METHODS.items()}
-    yield from _beside_the_cpu(bench, "methods", flags, bases, limits)
+    yield from _methods(bench, "methods", METHODS)
+
+
+def further(bench: Bench) -> Iterator[Row]:
+    """Run three steps of other objectives, of gpt-oss, a hybrid, models as they are stored and
+    images, and compare with fp32 on the CPU."""
+    yield from _methods(bench, "further", FURTHER)
+
+
+def _methods(bench: Bench, part: str, runs: dict[str, Method]) -> Iterator[Row]:
+    flags = {name: _method_flags(bench, method) for name, method in runs.items()}
+    bases = {name: name for name in runs}
+    limits = {name: method.limit for name, method in runs.items()}
+    yield from _beside_the_cpu(bench, part, flags, bases, limits)
 
 
 def compiled(bench: Bench) -> Iterator[Row]:
@@ -142,8 +184,11 @@ def compiled(bench: Bench) -> Iterator[Row]:
 
 
 def _method_flags(bench: Bench, method: Method) -> list[str]:
-    is_dpo = "dpo" in method.flags
-    return [*bench.tiny(method.architecture, pairs=is_dpo), *method.flags]
+    flags = [*bench.tiny(method.model, method.samples), *method.flags]
+    if "distill" in method.flags:
+        teacher = make_architecture(bench.scratch / "tiny-llama", "llama")
+        flags += ["--teacher_model", str(teacher)]
+    return flags
 
 
 def _beside_the_cpu(
@@ -190,11 +235,11 @@ def _beside_the_cpu(
             yield failed_row(part, expected, reference_case)
         else:
             limit = limits.get(case.name, LIMITS.get(case.name, 5e-3))
-            row = _compare_losses(bench, part, case.name, reference_case.name, limit)
+            row = compare_losses(bench, part, case.name, reference_case.name, limit)
             yield from bench.guarded(part, case.name, row)
 
 
-def _compare_losses(
+def compare_losses(
     bench: Bench, part: str, name: str, reference: str, limit: float
 ) -> Iterator[Row]:
     """Compare the losses of a run with those of its reference.
@@ -225,15 +270,29 @@ def _compare_losses(
 
 def waits(bench: Bench) -> Iterator[Row]:
     """From the second step on, the host waits for nothing: neither forward nor backward nor the
-    update."""
+    update. With images it waits at most 3 times per micro-batch."""
     names = ["full", "full, padding", "LoRA", "LoRA, nf4", "LoRA, 8 bit", "checkpointing selective"]
-    common = [*bench.tiny(), "--max_train_step", "3", "--device", DEVICE]
-    runs = {f"waits, {name}": [*common, *CASES[name]] for name in names}
-    for case in bench.run(runs, toggle="fail at waits"):
+    common = ["--max_train_step", "3", "--device", DEVICE]
+    runs = {f"waits, {name}": [*bench.tiny(), *common, *CASES[name]] for name in names}
+    yield from _waiting(bench, runs, "none", "fail at waits")
+    # Only 9.0 and 10.0 have a kernel for all experts; elsewhere the host reads once per layer how many
+    # tokens each of them has.
+    has_kernel = ON_GPU and torch.cuda.get_device_capability() in ((9, 0), (10, 0))
+    expected, toggle = "none", "fail at waits"
+    if not has_kernel:
+        expected, toggle = "one per layer", "fail over 4 waits"
+    experts = [*_method_flags(bench, METHODS["MoE, LoRA"]), *EXPERTS, *common]
+    yield from _waiting(bench, {"waits, experts": experts}, expected, toggle)
+    images = [*_method_flags(bench, FURTHER["images"]), *common]
+    yield from _waiting(bench, {"waits, images": images}, "at most 3", "fail over 3 waits")
+
+
+def _waiting(bench: Bench, runs: dict[str, list[str]], expected: str, toggle: str) -> Iterator[Row]:
+    for case in bench.run(runs, toggle=toggle):
         if case.error:
-            yield failed_row("waits", "none", case)
+            yield failed_row("waits", expected, case)
         else:
-            yield Row("waits", case.name, "none", "none", True)
+            yield Row("waits", case.name, expected, expected, True)
 
 
 def resume(bench: Bench) -> Iterator[Row]:

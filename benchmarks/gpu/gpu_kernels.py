@@ -40,6 +40,16 @@ dist.destroy_process_group()
 """
 
 
+# bitsandbytes starts CUDA when it is imported: the settings of the allocator must be known before.
+SEGMENTS = """
+import llama_ft.models, torch
+from llama_ft.runtime.allocator import check_expandable_segments
+print(check_expandable_segments(torch.device("cuda", 0)))
+kept = torch.ones(2**20, device="cuda")
+print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+"""
+
+
 class Check(NamedTuple):
     """A line of the table, and how it is computed."""
 
@@ -56,6 +66,7 @@ def start() -> dict[str, Check]:
     checks["recipe"] = Check("imported", _import_recipe)
     if ON_GPU:
         checks["compute capability"] = Check(">= 8.0", _capability)
+        checks["expandable segments"] = Check("as the log says", _segments)
     claim = "a group of one rank, made, used and ended"
     return checks | {claim: Check(f"< {SECONDS_FOR_A_GROUP:g} s", _group_of_one)}
 
@@ -95,6 +106,19 @@ def _capability() -> Finding:
     major, minor = torch.cuda.get_device_capability()
     cudnn = torch.backends.cudnn.version()
     return f"{major}.{minor}, CUDA {torch.version.cuda}, cuDNN {cudnn}", major >= 8
+
+
+def _segments() -> Finding:
+    """Compare what a run logs about the allocator's segments with what they are, in a process of its
+    own."""
+    command = [sys.executable, "-c", SEGMENTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_A_GROUP)
+    if done.returncode != 0:
+        print(done.stderr, file=sys.stderr)
+        return last_line(done.stderr), False
+    logged, are_expandable = done.stdout.strip().splitlines()[-2:]
+    are_expected = not logged.startswith("no ")
+    return f"{logged}; is_expandable: {are_expandable}", are_expandable == str(are_expected)
 
 
 def _group_of_one() -> Finding:

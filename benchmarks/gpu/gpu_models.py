@@ -44,6 +44,32 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 64},  # eager, with soft caps
     "mistral": {"sliding_window": 16},
     "llama": {"tie_word_embeddings": True},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
+}
+# as published in 8 and in 4 bits -> architecture, and its quantization_config
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "FP8": (
+        "llama",
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    ),
+    "MXFP4": (
+        "gpt_oss",
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        },
+    ),
 }
 
 
@@ -98,6 +124,48 @@ def make_architecture(folder: Path, architecture: str) -> Path:
     return folder
 
 
+def make_published(folder: Path, kind: str) -> Path:
+    """Write a tiny model as one of PUBLISHED, unless `folder` has it."""
+    from safetensors.torch import load_file, save_file
+
+    if (folder / "published").exists():  # written last
+        return folder
+    architecture, quantization = PUBLISHED[kind]
+    make_architecture(folder, architecture)
+    quantize = _in_fp8 if kind == "FP8" else _in_mxfp4
+    file = folder / "model.safetensors"
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        is_quantized = "_proj" in name and tensor.ndim > 1
+        tensors |= quantize(name, tensor) if is_quantized else {name: tensor}
+    save_file(tensors, file, {"format": "pt"})
+    config = folder / "config.json"
+    settings = json.loads(config.read_text()) | {"quantization_config": quantization}
+    config.write_text(json.dumps(settings))
+    (folder / "published").touch()
+    return folder
+
+
+def _in_fp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return codes of a weight with a scale per 128 x 128."""
+    rows, columns = tensor.shape
+    codes = (tensor.float() / 0.02 * 50).to(torch.float8_e4m3fn)
+    scales = torch.full((-(-rows // 128), -(-columns // 128)), 0.02 / 50)
+    return {name: codes, f"{name}_scale_inv": scales}
+
+
+def _in_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return random codes and exponents of stacked experts [experts, in, out]."""
+    if not name.endswith("_proj"):
+        return {name: tensor}
+    experts, columns, rows = tensor.shape
+    blocks = (experts, rows, columns // 32)
+    return {
+        f"{name}_blocks": torch.randint(256, (*blocks, 16), dtype=torch.uint8),
+        f"{name}_scales": torch.randint(115, 124, blocks, dtype=torch.uint8),
+    }
+
+
 def make_tokenizer(folder: Path) -> None:
     """Write a tokenizer of single characters."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -124,13 +192,27 @@ def make_samples(file: Path, lengths: list[int], vocabulary: int = 200) -> Path:
 def make_pairs(file: Path, count: int) -> Path:
     """Write pairs of a chosen and a rejected response, as text."""
     generator = torch.Generator().manual_seed(count)
-
-    def text(length: int) -> str:
-        codes = torch.randint(0, 90, (length,), generator=generator).tolist()
-        return "".join(chr(33 + code) for code in codes)
-
     with open(file, "w") as lines:
         for number in range(count):
-            responses = {"chosen": text(10 + number % 30), "rejected": text(40 - number % 30)}
-            lines.write(json.dumps({"prompt": text(8), **responses}) + "\n")
+            chosen = _text(10 + number % 30, generator)
+            rejected = _text(40 - number % 30, generator)
+            row = {"prompt": _text(8, generator), "chosen": chosen, "rejected": rejected}
+            lines.write(json.dumps(row) + "\n")
     return file
+
+
+def make_answers(file: Path, count: int, are_rated: bool = False) -> Path:
+    """Write prompts with an answer each, as text; with a label each if they are rated."""
+    generator = torch.Generator().manual_seed(count)
+    with open(file, "w") as lines:
+        for number in range(count):
+            completion = _text(10 + number % 30, generator)
+            row: dict[str, Any] = {"prompt": _text(8, generator), "completion": completion}
+            row |= {"label": number % 2 == 0} if are_rated else {}
+            lines.write(json.dumps(row) + "\n")
+    return file
+
+
+def _text(length: int, generator: torch.Generator) -> str:
+    codes = torch.randint(0, 90, (length,), generator=generator).tolist()
+    return "".join(chr(33 + code) for code in codes)

@@ -11,7 +11,10 @@ import pytest
 from forked import REPOSITORY, Finished, forked, start_forked
 
 SCRIPT = REPOSITORY / "benchmarks" / "gpu_check.py"
-RUNS_THE_RECIPES = "waits,resume,save,ends,lora8b,quant8b,full,fixes,inference,cases,methods"
+RUNS_THE_RECIPES = (
+    "waits,resume,save,ends,lora8b,quant8b,full,fixes,inference,cases,methods,further,two_ranks"
+)
+PAGE = REPOSITORY / "docs" / "development" / "gpu-check.md"
 
 
 def run_check(output: Path, seconds: float, *flags: str) -> tuple[Finished, list[dict[str, str]]]:
@@ -53,6 +56,37 @@ def test_a_command_ends_in_time_and_lists_skipped_cases(tmp_path: Path) -> None:
     assert finished.exit_code == 0, finished.output
     assert "left out: resume all of it, ends all of it, oom all of it" in finished.output
     assert {row["ok"] for row in rows} == {None}
+    # on a CPU nothing is checked
+    unchecked = (tmp_path / "results" / "not_checked.txt").read_text()
+    assert "two_ranks: two ranks, full; " in unchecked
+
+
+def test_the_page_has_the_list_of_what_no_gpu_has_checked() -> None:
+    finished = forked(SCRIPT, "--not_checked")
+    assert finished.exit_code == 0, finished.output
+    assert finished.output.strip() in PAGE.read_text()
+
+
+def test_what_holds_on_a_gpu_leaves_the_list(tmp_path: Path) -> None:
+    sys.path.insert(0, str(REPOSITORY))
+    from benchmarks.gpu.gpu_coverage import not_checked, read_rows
+
+    device = {"check": "start", "claim": "device", "found": "NVIDIA L4", "ok": True}
+    rows = [
+        device,
+        {"check": "further", "claim": "KTO", "ok": True},
+        {"check": "further", "claim": "ORPO", "ok": False},
+        {"check": "ends", "claim": "finishes", "ok": True},
+        {"check": "ends", "claim": "SIGTERM", "ok": False},
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "gpu_check.jsonl").write_text(lines)
+    table = not_checked(read_rows(tmp_path))
+    assert "further: ORPO; " in table
+    assert "start: " not in table
+    assert "ends: " in table  # one of its checks failed
+    (tmp_path / "gpu_check.jsonl").write_text(lines.replace("true", "null", 1))  # a CPU
+    assert "further: KTO; ORPO; " in not_checked(read_rows(tmp_path))
 
 
 def test_an_unknown_part_is_a_user_error(tmp_path: Path) -> None:
