@@ -141,7 +141,7 @@ def test_each_rank_answers_alone_and_the_scores_are_those_of_one_process(more: P
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_by_more_ranks_that_share_each_sequence(
+def test_a_run_is_killed_twice_and_resumed_by_more_ranks_that_share_each_sequence(
     save_model: Any, tmp_path: Path
 ) -> None:
     """4 ranks with sequences of their own, then 2 per sequence, then all."""
@@ -149,20 +149,33 @@ def test_a_run_is_resumed_by_more_ranks_that_share_each_sequence(
     write_tokenized(tmp_path / "train.jsonl", [20 + 5 * (n % 9) for n in range(60)], seed=1)
     flags = f"--model_name {tmp_path}/base --dataset {tmp_path}/train.jsonl --precision fp32"
     flags += " --context_length 90 --lr 0.01 --num_epochs 9 --max_train_step 6 --save_steps 2"
-    flags += " --batch_size_training 1 --warmup_steps 0 --enable_fsdp --keep_last 9"
-    cases = []
-    for size, start in ((1, 0), (2, 2), (4, 4)):
-        words = [*flags.split(), "--output_dir", f"{tmp_path}/{size}"]
-        if start:
-            checkpoint = f"{tmp_path}/{size // 2}/checkpoints/step-{start:06}"
-            words += ["--sequence_parallel_size", str(size), "--resume", checkpoint]
-        cases.append(words)
-    run_cases(tmp_path, cases, ranks=4, timeout=600)
-    whole = losses(tmp_path / "1")
-    assert len(whole) == 6
-    for size in (2, 4):
-        assert losses(tmp_path / str(size)) == pytest.approx(whole, rel=2e-6)
-        assert series(tmp_path / str(size), "tokens") == series(tmp_path / "1", "tokens")
+    flags += " --batch_size_training 1 --warmup_steps 0 --enable_fsdp --no_plan"
+    run_cases(tmp_path, [[*flags.split(), "--output_dir", f"{tmp_path}/whole"]], 4, timeout=600)
+    run = tmp_path / "run"
+    words = [*flags.split(), "--resume", "auto", "--output_dir", str(run)]
+    for size, saved, last in ((1, 2, 3), (2, 4, 5)):
+        log = tmp_path / f"log-{size}"
+        shared = [*words, "--sequence_parallel_size", str(size)]
+        running = start_forked(SLOWED, *shared, output=log, ranks=4, HOLD_AT=str(last + 1))
+        checkpoint = run / "checkpoints" / f"step-{saved:06}"
+        while running.is_alive() and not (checkpoint.exists() and steps_of(run) >= last):
+            time.sleep(0.05)
+        assert running.is_alive(), log.read_text()
+        running.send(signal.SIGKILL)
+        running.wait(30)
+    finished = forked(RECIPE, *words, "--sequence_parallel_size", "4", ranks=4)
+    assert finished.exit_code == 0, finished.output
+    assert "Resuming from" in (tmp_path / "log-2").read_text()
+    assert "step-000004" in finished.output.partition("Resuming from")[2].partition("\n")[0]
+    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=2e-6)
+    assert series(run, "tokens") == series(tmp_path / "whole", "tokens")
+
+
+def steps_of(run: Path) -> float:
+    """Steps that a run has logged."""
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    return max(series(run, "step"), default=0)
 
 
 @pytest.mark.slow
@@ -188,9 +201,7 @@ def test_a_killed_run_continues_on_other_ranks_as_torchrun_starts_them(
     agent = {"TORCHELASTIC_ERROR_FILE": str(error_file), "GROUP_WORLD_SIZE": "2"}
     log = tmp_path / "log"
     running = start_forked(SLOWED, *words, output=log, ranks=2, HOLD_AT="5", **agent)
-    while running.is_alive() and len(list((tmp_path / "run").glob("metrics.jsonl"))) == 0:
-        time.sleep(0.05)
-    while running.is_alive() and max(series(tmp_path / "run", "step"), default=0) < 4:
+    while running.is_alive() and steps_of(tmp_path / "run") < 4:
         time.sleep(0.05)
     assert running.is_alive(), log.read_text()
     running.send(signal.SIGKILL)

@@ -74,7 +74,10 @@ def assert_gradients(found: dict[str, torch.Tensor], model: torch.nn.Module, cas
 
 @pytest.mark.parametrize(
     "case",
-    [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in job.CASES],
+    [
+        case if case in FAST else pytest.param(case, marks=pytest.mark.slow)
+        for case in (*job.CASES, *COMPILED)
+    ],
 )
 def test_losses_and_gradients_of_shared_sequences_are_those_of_each_sample_alone(
     case: str, launch: Path
@@ -83,7 +86,7 @@ def test_losses_and_gradients_of_shared_sequences_are_those_of_each_sample_alone
     if not file.exists():
         pytest.skip("runs with 4 ranks")
     found = torch.load(file)
-    model, samples = log_probabilities(case, job.make_batch())
+    model, samples = log_probabilities(case.removesuffix(job.COMPILED), job.make_batch())
     expected = -torch.cat(samples).sum()
     assert found["count"] == sum(map(len, samples))
     balance = 0.0
