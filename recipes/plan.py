@@ -93,7 +93,7 @@ def print_longest(request: PlanRequest, options: PlanFlags) -> int:
     report = partial(print, file=sys.stderr, flush=True)
     rows, is_quadratic = find_longest(request, RECIPE, options, report)
     values = {"longest": [row._asdict() for row in rows], "is_quadratic": is_quadratic}
-    text = describe_longest(rows, is_quadratic, options.nproc)
+    text = describe_longest(rows, is_quadratic)
     print(json.dumps(values) if options.json else text, flush=True)
     return 0 if any(row.tokens for row in rows) else 4
 

@@ -31,7 +31,7 @@ from llama_ft.config import load
 from llama_ft.plan.fit import USABLE
 from llama_ft.plan.flags import device_bytes
 from llama_ft.plan.longest import Method, Room, find_positions
-from llama_ft.plan.types import PlanRequest
+from llama_ft.plan.types import PlanRequest, SharedResults
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "longest.jsonl"
 PAGE = REPOSITORY / "docs" / "guides" / "long-context.md"
@@ -75,10 +75,11 @@ def plan_rows(model: str, method: str, folder: Path) -> Iterator[dict[str, Any]]
     weights = f"--quantization {QUANTIZATIONS[method]}" if method != FULL else ""
     trained = ON_HOST if method == FULL else ADAPTERS
     common = f"--model_name {folder} --dataset demo {weights} {trained} {ONE}"
+    shared = SharedResults()
     hardware = [(CHECKPOINTED, 1, GPUS), (ALL, 1, GPUS), (f"{ALL} {SHARED}", RANKS, NODE)]
     for flags, ranks, gpus in hardware:
         config, _ = load(f"{common} {flags}".split(), paths=False)
-        request = PlanRequest(config, folder, ranks, ranks, "cuda")
+        request = PlanRequest(config, folder, ranks, ranks, "cuda", shared=shared)
         found = Method(request, finetuning.RECIPE, flags.split())
         rooms = [Room(USABLE * device_bytes(gpu), math.inf) for gpu in gpus.values()]
         lengths = found.search(rooms)

@@ -8,14 +8,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY, load_script
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llama_ft.config import load
 from llama_ft.errors import UserError
+from llama_ft.models import BuiltModel
 from llama_ft.plan.changes import methods_of
+from llama_ft.plan.fake import fake_checkpoint
 from llama_ft.plan.fit import USABLE
 from llama_ft.plan.flags import USUAL_GPUS, PlanFlags, device_bytes, read_plan_flags
 from llama_ft.plan.longest import (
@@ -126,18 +129,18 @@ def test_training_at_the_promised_length_fits(
 
 def test_the_table_says_what_a_length_needs() -> None:
     rows = [
-        Longest("rtx4090", [], 78_464, ["activations"], 2**30, True),
+        Longest("rtx4090", [], 78_464, ["activations"], 2**30, beyond=True),
         Longest("rtx4080", ["--activation_checkpointing full"], 0, ["weights"], 0),
     ]
-    lines = describe_longest(rows, False, 1).splitlines()
+    lines = describe_longest(rows, False).splitlines()
     assert "one GPU" in lines[0]
     assert lines[2].split() == [
         *("rtx4090 78,464* activations 1.00 GiB the settings as they are".split())
     ]
     assert "none" in lines[3] and "weights" in lines[3]
     assert lines[4].startswith("* above the positions of the model")
-    assert "square of the length" not in describe_longest(rows, False, 1)
-    assert "square of the length" in describe_longest(rows, True, 1)
+    assert "square of the length" not in describe_longest(rows, False)
+    assert "square of the length" in describe_longest(rows, True)
 
 
 def test_plans_of_several_lengths_are_those_of_each_length(
@@ -151,6 +154,36 @@ def test_plans_of_several_lengths_are_those_of_each_length(
     for length, plan in zip(lengths, together, strict=True):
         alone = dataclasses.replace(request, pack_length=length)
         assert plan == predict(alone, finetuning.RECIPE)
+
+
+def test_plans_of_a_search_build_the_whole_model_once_for_its_headers(
+    finetuning: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = 6
+    LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=layers).save_pretrained(
+        tmp_path
+    )
+    built = list[int]()
+    build = fake_checkpoint.build_on_meta
+
+    def counted(config: Any, *arguments: Any, **more: Any) -> BuiltModel:
+        built.append(config.num_hidden_layers)
+        return build(config, *arguments, **more)
+
+    monkeypatch.setattr(fake_checkpoint, "build_on_meta", counted)
+    request = request_for(tmp_path, "--use_peft", "--batch_size_training", "1")
+    other = request_for(tmp_path, "--use_peft", "--activation_checkpointing", "full")
+    search = [
+        dataclasses.replace(request, pack_length=2048),
+        dataclasses.replace(request, config=other.config, pack_length=256),
+    ]
+    plans = [predict(each, finetuning.RECIPE, quick=True) for each in search]
+    assert all(plan.is_quick for plan in plans)
+    # for the headers, to compare the layers, and with the layers of the two plans
+    assert sorted(built) == [3, 5, layers, layers]
+    alone = dataclasses.replace(other, pack_length=256)
+    assert predict(alone, finetuning.RECIPE, quick=True) == plans[1]
+    assert len(built) == 8
 
 
 def test_a_plan_of_a_few_pieces_has_the_memory_of_all(
@@ -216,12 +249,38 @@ def test_weights_that_are_too_large_end_the_search(model: Path, finetuning: Modu
     none, is_quadratic = find_longest(request, finetuning.RECIPE, options, reports.append)
     assert len(reports) == 2  # only sharding changes what weights take
     assert [row for row in none if row.gpu == "400MiB"] == [
-        Longest("400MiB", [], 0, ["weights"], 0),
-        Longest("400MiB", ["--enable_fsdp"], 0, ["weights"], 0),
+        Longest("400MiB", [], 0, ["weights"], 0, ranks=2),
+        Longest("400MiB", ["--enable_fsdp"], 0, ["weights"], 0, ranks=2),
     ]
     assert not is_quadratic
-    last_line = describe_longest(none, is_quadratic, 2).splitlines()[-1]
+    last_line = describe_longest(none, is_quadratic).splitlines()[-1]
     assert last_line.startswith("Not even 512 tokens fit. --fit 400MiB also searches")
+
+
+@pytest.mark.slow
+def test_the_number_of_gpus_may_be_part_of_a_gpus_name(
+    rows: list[Longest], model: Path, finetuning: ModuleType
+) -> None:
+    request = request_for(model, "--precision", "bf16_pure", "--batch_size_training", "4")
+    options = PlanFlags(longest=[f"2x{GPU}", GPU])
+    found, _ = find_longest(request, finetuning.RECIPE, options, lambda text: None)
+    of_two = [row for row in found if row.gpu == f"2x{GPU}"]
+    assert [row._replace(gpu=GPU) for row in of_two] == rows
+    [*_, of_one] = found
+    assert (of_one.gpu, of_one.ranks) == (GPU, 1)
+    assert 0 < of_one.tokens < of_two[-1].tokens
+
+
+def test_rows_are_in_the_order_of_the_gpus(model: Path, finetuning: ModuleType) -> None:
+    gpus = ["4x300MiB", "300MiB", "4x400MiB", "2x300MiB", "300MiB"]
+    request = request_for(model, "--use_peft", ranks=2)
+    rows, _ = find_longest(request, finetuning.RECIPE, PlanFlags(longest=gpus), lambda text: None)
+    # two for each: sharded and not
+    named = [(row.gpu, row.ranks) for row in rows[::2]]
+    assert named == [("4x300MiB", 4), ("300MiB", 2), ("4x400MiB", 4), ("2x300MiB", 2)]
+    lines = describe_longest(rows, False).splitlines()
+    assert "on 2 or 4 GPUs" in lines[0]
+    assert "--nproc 2 --fit 300MiB also searches" in lines[-1]
 
 
 def test_the_weights_of_a_run_are_those_of_its_parameters(
@@ -256,13 +315,18 @@ def test_the_flag_takes_gpus_and_sizes() -> None:
         return read_plan_flags(line.split(), DEMO)[2].longest
 
     assert read("--longest rtx4090,80GiB") == ["rtx4090", "80GiB"]
-    assert read("--dataset demo --longest rtx4090 80GiB,t4 h100 --nproc 2") == [
-        *("rtx4090 80GiB t4 h100".split())
+    assert read("--dataset demo --longest rtx4090 80GiB,l4 h100 --nproc 2") == [
+        *("rtx4090 80GiB l4 h100".split())
     ]
     assert read("--longest --nproc 2") == list(USUAL_GPUS)
+    assert read("--longest rtx4090 8xh100 2x80GiB") == ["rtx4090", "8xh100", "2x80GiB"]
     assert read("--nproc 2") is None
-    with pytest.raises(UserError, match="--longest h10: expected the memory of a rank"):
-        read("--longest h10")
+    for wrong in ("h10", "0xh100", "8xh10", "8x", "xh100"):
+        with pytest.raises(UserError, match="--longest .*: expected the memory of a rank"):
+            read(f"--longest h100 {wrong}")
+    with pytest.raises(UserError, match="--longest 2xt4: this GPU does not compute bf16"):
+        read("--longest h100 2xt4")
+    assert read("--longest 2xt4 --precision fp16") == ["2xt4"]
     options = read_plan_flags("--longest h100 --host_memory 64GiB".split(), DEMO)[2]
     assert options.host_bytes == 64 * 2**30
     with pytest.raises(UserError, match="--host_memory: has no effect without --longest"):

@@ -47,7 +47,7 @@ TOKENS = {
     "libraries": 2600,
     "models": 65_000,  # tiled MLPs, shared sequences with images or compiled layers, units kept for an answer
     "observe": 12_600,
-    "plan": 23_300,  # --longest plans all GPUs together, and no more than too large weights; loops over chunks
+    "plan": 24_000,  # --longest with ranks (8xh100), plans of a search that share headers; loops over chunks
     "run": 9300,
     "runtime": 12_800,
     "training": 26_900,

@@ -81,8 +81,8 @@ class PlanFlags:
     --fit. --quick false plans every layer."""
 
     longest: list[str] | None = None
-    """Print the longest packed sequence that fits each of these GPUs or sizes (rtx4090 80GiB), with
-    what can be changed for it. Without a value: of 16, 24, 48 and 80 GB."""
+    """Print the longest packed sequence that fits each of these GPUs or sizes (rtx4090 80GiB 8xh100),
+    with what can be changed for it. Without a value: of 16, 24, 48 and 80 GB."""
 
     host_memory: Size | None = None
     """Host memory of a node (128GiB): --longest finds lengths that fit it, too. If not given: unlimited."""
@@ -141,19 +141,22 @@ def read_plan_flags(
             others.extend(word.as_typed)
     options, _, errors = read(ours, PlanFlags, description)
     errors += unknown
-    whole = (ranks for ranks in range(1, RANKS_OF_A_NODE + 1) if options.nproc % ranks == 0)
-    options.nproc_per_node = options.nproc_per_node or max(whole)
+    options.nproc_per_node = options.nproc_per_node or ranks_of_node(options.nproc)
     try:
         config, places = load(others, demo_config, paths=False)
         options.fit_bytes = device_bytes(options.fit) if options.fit else 0
         for gpu in options.longest or ():
-            device_bytes(gpu, "--longest")
+            _, one = split_gpus(gpu)
+            device_bytes(one, "--longest")
         if options.host_memory:
             options.host_bytes = parse_size(options.host_memory)
     except UserError as failure:
         raise UserError(*errors, *failure.messages) from None
-    if options.gpu in WITHOUT_BF16 and config.train.precision.startswith("bf16"):
-        errors.append(f"--fit {options.fit}: this GPU does not compute bf16. Add --precision fp16.")
+    gpus = [("--fit", options.fit or "")] + [("--longest", gpu) for gpu in options.longest or ()]
+    for flag, gpu in gpus:
+        _, one = split_gpus(gpu)
+        if find_gpu(one) in WITHOUT_BF16 and config.train.precision.startswith("bf16"):
+            errors.append(f"{flag} {gpu}: this GPU does not compute bf16. Add --precision fp16.")
     if options.price is not None and not options.gpu:
         errors.append(
             f"--price {options.price:g}: needs --fit with a GPU's name, whose published speed it takes: "
@@ -169,6 +172,19 @@ def read_plan_flags(
     if options.quick is None:
         options.quick = options.fit is not None
     return config, places, options
+
+
+def ranks_of_node(ranks: int) -> int:
+    """Return the ranks per node, if nobody says it: as many as divide `ranks`, at most 8."""
+    return max(number for number in range(1, RANKS_OF_A_NODE + 1) if ranks % number == 0)
+
+
+def split_gpus(text: str) -> tuple[int, str]:
+    """Return the number of GPUs in `8xh100`, 0 if there is none, and the GPU."""
+    count, _, gpu = text.partition("x")
+    if gpu and count.isdecimal() and int(count):
+        return int(count), gpu
+    return 0, text
 
 
 def find_gpu(text: str) -> str:

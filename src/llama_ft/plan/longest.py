@@ -19,7 +19,7 @@ from llama_ft.errors import UserError
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.changes import apply_changes, auto_settings, methods_of
 from llama_ft.plan.fit import USABLE
-from llama_ft.plan.flags import PlanFlags, device_bytes
+from llama_ft.plan.flags import PlanFlags, device_bytes, ranks_of_node, split_gpus
 from llama_ft.plan.predict import predict_lengths
 from llama_ft.plan.types import Plan, PlanRequest, Recipe
 
@@ -56,6 +56,7 @@ class Longest(NamedTuple):
         tokens: of the longest packed sequence that fits; 0: not even 512 tokens do.
         limits: what grows most with the length, or the host memory.
         host_bytes: host memory per rank for tensors at this length.
+        ranks: GPUs of the run.
         beyond: the length is above the model's positions.
     """
 
@@ -64,6 +65,7 @@ class Longest(NamedTuple):
     tokens: int
     limits: list[str]
     host_bytes: int
+    ranks: int = 1
     beyond: bool = False
 
 
@@ -168,13 +170,14 @@ class Method:
 
     def describe(self, gpu: str, tokens: int, room: Room) -> Longest:
         """Return the row of the table for a length that was found."""
+        ranks = self._request.world_size
         if not tokens:
-            return Longest(gpu, self.flags, 0, self._limits_of_none(room), 0)
+            return Longest(gpu, self.flags, 0, self._limits_of_none(room), 0, ranks)
         plan = self._plans[tokens]
         limits = ["host memory"]
         if plan.device_bytes / room.device >= plan.host_bytes / room.host:
             limits = self._limits(tokens)
-        return Longest(gpu, self.flags, tokens, limits, plan.host_bytes)
+        return Longest(gpu, self.flags, tokens, limits, plan.host_bytes, ranks)
 
     def _limits_of_none(self, room: Room) -> list[str]:
         plan = self._plans[min(self._plans)]
@@ -217,36 +220,60 @@ def find_longest(
         raise UserError(
             "--longest: packed sequences are planned, but batching_strategy is padding. Leave it out."
         )
-    gpus = options.longest or ()
-    host = options.host_bytes / request.local_world_size
-    rooms = [Room(USABLE * device_bytes(gpu), host) for gpu in gpus]
     positions = find_positions(request)
-    results = list[tuple[Method, list[int]]]()
+    by_ranks = dict[int, list[str]]()
+    for gpu in options.longest or ():
+        ranks, _ = split_gpus(gpu)
+        by_ranks.setdefault(ranks or request.world_size, []).append(gpu)
+    rows = dict[str, list[Longest]]()
+    is_quadratic = list[bool]()
+    for ranks, gpus in by_ranks.items():
+        of_node = ranks_of_node(ranks)
+        if ranks == request.world_size:
+            of_node = request.local_world_size
+        on_ranks = dataclasses.replace(request, world_size=ranks, local_world_size=of_node)
+        rooms = {gpu: _room(gpu, options.host_bytes / of_node) for gpu in gpus}
+        results = _search_methods(find_methods(on_ranks, recipe), rooms, report)
+        for gpu, room in rooms.items():
+            own = [method.describe(gpu, lengths[gpu], room) for method, lengths in results]
+            rows[gpu] = [row._replace(beyond=row.tokens > positions) for row in own]
+        first_method, _ = results[0]
+        fits = any(row.tokens for gpu in gpus for row in rows[gpu])
+        is_quadratic.append(fits and first_method.is_quadratic())
+    # in the order in which the GPUs were asked for
+    ordered = [row for gpu in options.longest or () for row in rows.pop(gpu, [])]
+    return ordered, any(is_quadratic)
+
+
+def _room(gpu: str, host_bytes: float) -> Room:
+    _, one = split_gpus(gpu)
+    return Room(USABLE * device_bytes(one), host_bytes)
+
+
+def _search_methods(
+    methods: Sequence[Method], rooms: dict[str, Room], report: Callable[[str], Any]
+) -> list[tuple[Method, dict[str, int]]]:
+    """Return the longest lengths by GPU, of each method that the run can use."""
+    results = list[tuple[Method, dict[str, int]]]()
     too_large: FSDPConfig | None = None  # no GPU holds the weights of this sharding
-    for method in find_methods(request, recipe):
+    for method in methods:
         if method.sharding == too_large:
             continue
         words = " ".join(method.flags)
         try:
-            lengths = method.search(rooms)
+            tokens_by_room = method.search([*rooms.values()])
         except UserError as error:
             if not words:
                 raise
             report(f"{words}: {error}")
             continue
-        texts = [f"{gpu} {tokens:,}" for gpu, tokens in zip(gpus, lengths, strict=True)]
+        lengths = dict(zip(rooms, tokens_by_room, strict=True))
+        texts = [f"{gpu} {tokens:,}" for gpu, tokens in lengths.items()]
         report(f"{words or 'as it is'}: {', '.join(texts)} tokens")
         results.append((method, lengths))
-        if all(method.has_too_large_weights(room) for room in rooms):
+        if all(method.has_too_large_weights(room) for room in rooms.values()):
             too_large = method.sharding
-    rows = []
-    for number, gpu in enumerate(gpus):
-        for method, lengths in results:
-            row = method.describe(gpu, lengths[number], rooms[number])
-            rows.append(row._replace(beyond=row.tokens > positions))
-    first_method, _ = results[0]
-    fits = any(row.tokens for row in rows)
-    return rows, fits and first_method.is_quadratic()
+    return results
 
 
 def find_methods(request: PlanRequest, recipe: Recipe) -> list[Method]:
@@ -273,9 +300,10 @@ def find_positions(request: PlanRequest) -> float:
     return longest or float("inf")
 
 
-def describe_longest(rows: Sequence[Longest], is_quadratic: bool, ranks: int) -> str:
-    """Return the table, with notes below. For the arguments see `find_longest`; `ranks` of the run."""
-    on = f"{ranks} GPUs" if ranks > 1 else "one GPU"
+def describe_longest(rows: Sequence[Longest], is_quadratic: bool) -> str:
+    """Return the table, with notes below. For the arguments see `find_longest`."""
+    numbers = sorted({row.ranks for row in rows})
+    on = f"{' or '.join(map(str, numbers))} GPUs" if numbers != [1] else "one GPU"
     lines = [f"Longest packed sequence in tokens, on {on} with micro-batches of one sequence:"]
     titles = ("GPU", "tokens", "limited by", "host memory", "with")
     cells = [titles]
@@ -308,8 +336,10 @@ def describe_longest(rows: Sequence[Longest], is_quadratic: bool, ranks: int) ->
     if any(row.tokens for row in rows):
         lines.append("Each length was planned, and fits 97% of the GPU's memory. 2% more does not.")
     else:
+        ranks, gpu = split_gpus(rows[-1].gpu)
+        fit = f"--nproc {ranks} --fit {gpu}" if ranks else f"--fit {gpu}"
         lines.append(
-            f"Not even {SHORTEST} tokens fit. --fit {rows[-1].gpu} also searches changes of the training, such as "
-            "adapters and 4-bit weights."
+            f"Not even {SHORTEST} tokens fit. {fit} also searches changes of the training, such as adapters and "
+            "4-bit weights."
         )
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from llama_ft.models.computing.pieces import sampled_pieces
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory, Phase
 from llama_ft.plan.fake.attention_workspace import sdpa_of_a_gpu
-from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, loader_of_headers, read_headers
+from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, loader_of_headers, shared_headers
 from llama_ft.plan.fake.patches import planned_models
 from llama_ft.plan.fake.saved import pinned_excess_of, result_bytes_of, saves_copies
 from llama_ft.plan.fake.tracker import MemoryTracker, states_of
@@ -69,11 +69,8 @@ def predict_lengths(
     The model is built once, which takes most of the time. For the rest see `predict`."""
     request = dataclasses.replace(request, media=_media_of(request))
     with log_off():  # the run itself logs these messages
-        model_config = models.load_model_config(
-            request.folder, request.config.model.trust_remote_code
-        )
         plan_with = partial(_plan_with, request, recipe, lengths)
-        plans = _plan_quickly(plan_with, model_config, request.config, quick)
+        plans = _plan_quickly(plan_with, request, quick)
         first_pass = recipe.build_objective(request.config).first_pass(request.config)
         if first_pass is None:
             return plans
@@ -100,15 +97,15 @@ def _media_of(request: PlanRequest) -> PlannedMedia | None:
 
 
 def _plan_quickly(
-    plan_with: Callable[[int | None], list[Plan]],
-    model_config: PretrainedConfig,
-    config: Config,
-    quick: bool,
+    plan_with: Callable[[int | None], list[Plan]], request: PlanRequest, quick: bool
 ) -> list[Plan]:
     """Plan all layers; if `quick` and all are alike, extrapolate from a few. `plan_with`: returns the
     plans of several lengths with that many layers, None: all."""
+    trust_code = request.config.model.trust_remote_code
+    model_config = models.load_model_config(request.folder, trust_code)
     layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
-    if quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, config):
+    is_deep = layers > QUICK_LAYERS[1]
+    if quick and is_deep and layers_are_alike(request):
         few, more = (plan_with(count) for count in QUICK_LAYERS)
         return [_extrapolate(*pair, layers) for pair in zip(few, more, strict=True)]
     return plan_with(None)
@@ -124,10 +121,9 @@ def _with_pass(
     """Return the plan with the peaks of a pass where they are higher."""
     config = first_pass.config
     folder = models.local_folder(config.model.model_name, first_pass.flag, weights=False)
-    model_config = models.load_model_config(folder, config.model.trust_remote_code)
     pass_request = dataclasses.replace(request, config=config, folder=folder, new_tokens=None)
     plan_with = partial(_pass_plan, pass_request, build_model, plan, first_pass)
-    [planned] = _plan_quickly(plan_with, model_config, config, quick)
+    [planned] = _plan_quickly(plan_with, pass_request, quick)
     peaks = {peak.phase: peak for peak in plan.peaks}
     for peak in planned.peaks:
         before = peaks.get(peak.phase)
@@ -150,7 +146,8 @@ def _pass_plan(
 ) -> list[Plan]:
     """Plan a pass of a model over the samples: frozen, without gradients."""
     config = _plannable(request.config)
-    model_config, headers = read_headers(request.folder, config.model, layers)
+    request = dataclasses.replace(request, config=config)
+    model_config, headers = shared_headers(request, layers)
     context_length = _context_length(request, model_config)
     batch = _full_batch(request, config.train.batch_size_training, context_length)
     tracker = MemoryTracker(request.device)
@@ -185,14 +182,14 @@ def _plan_with(
     """Run the recipe's functions on fake tensors, with all layers or with so many. Return the plan of
     each length."""
     config = _plannable(request.config)
-    model_config, headers = read_headers(
-        request.folder, config.model, layers, with_towers=request.media is not None
-    )
+    request = dataclasses.replace(request, config=config)
+    has_media = request.media is not None
+    model_config, headers = shared_headers(request, layers, with_towers=has_media)
     tracker = MemoryTracker(request.device)
     together = recipe.build_objective(config).examples_per_sample
     inputs = []  # with values: labels are read
     for length in lengths:
-        one = dataclasses.replace(request, config=config, pack_length=length)
+        one = dataclasses.replace(request, pack_length=length)
         context_length = _context_length(one, model_config)
         batches = _largest_batches(one, model_config, context_length, together)
         inputs.append(_StepInputs(one, context_length, *batches))

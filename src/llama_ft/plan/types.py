@@ -4,9 +4,9 @@ a plan."""
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -19,6 +19,7 @@ from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.runtime import Ranks
 from llama_ft.training import LoopState, Objective, StepOutcome
 
+Result = TypeVar("Result")
 PLAN_FILE = "plan.json"
 # --tiled_mlp auto is off for micro-batches up to here: without a plan, so that no run waits for one.
 UNTILED_TOKENS = 8192
@@ -53,6 +54,20 @@ class PlannedMedia(Protocol):
         processor, or if there is no room."""
 
 
+class SharedResults:
+    """What the plans of a search read or build once."""
+
+    def __init__(self) -> None:
+        self._results = dict[tuple[Any, ...], Any]()
+
+    def get(self, key: tuple[Any, ...], compute: Callable[[], Result]) -> Result:
+        """Return the result of `compute`, which is called once for equal keys."""
+        if key not in self._results:
+            self._results[key] = compute()
+        result: Result = self._results[key]
+        return result
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """The run to plan."""
@@ -72,6 +87,8 @@ class PlanRequest:
     media: PlannedMedia | None = None  # None: all samples are text
     # tokens of packed sequences, which may be above the model's positions; None: as the settings say
     pack_length: int | None = None
+    # of all requests of a search, which `dataclasses.replace` makes of the first one
+    shared: SharedResults = field(default_factory=SharedResults, compare=False, repr=False)
 
     @property
     def data_size(self) -> int:

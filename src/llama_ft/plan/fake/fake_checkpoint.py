@@ -8,14 +8,15 @@ import re
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from llama_ft.config import Config, ModelConfig
+from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models.adapters.names import checkpoint_key, index_names
 from llama_ft.models.base.layers import decoder_layers
@@ -31,6 +32,9 @@ from llama_ft.models.quantization.layers import Scheme, empty_codes_and_scales
 from llama_ft.models.weights import conversion
 from llama_ft.models.weights.conversion import convert_weights
 from llama_ft.models.weights.loader import Loader, ShardLoad, share_headers
+from llama_ft.plan.types import PlanRequest
+
+Headers = dict[str, StoredTensor]
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class HeaderLoader(Loader):
         return empty_codes_and_scales((stop - start, *header.shape[1:]), scheme)
 
 
-def loader_of_headers(headers: dict[str, StoredTensor]) -> Callable[..., HeaderLoader]:
+def loader_of_headers(headers: Headers) -> Callable[..., HeaderLoader]:
     """Return a function like `open_loader`, for a model with these headers in any directory: its
     weights may be on the Hub only, or of a model with fewer layers. A saved adapter has the headers
     of its file."""
@@ -102,11 +106,39 @@ def loader_of_headers(headers: dict[str, StoredTensor]) -> Callable[..., HeaderL
     return open_headers
 
 
+def shared_headers(
+    request: PlanRequest, layers: int | None, with_towers: bool = False
+) -> tuple[PretrainedConfig, Headers]:
+    """Return a copy of the config of a request's model and the headers of its weights: see
+    `read_headers`. They are read once for all requests of a search: without weights, the whole model is
+    built for its headers, which takes longer than a planned step.
+
+    Args:
+        request: the run to plan.
+        layers: number of decoder layers; None: all.
+        with_towers: with the headers of the towers.
+    """
+    key = ("headers", request.folder, *astuple(request.config.model), layers, with_towers)
+    read = partial(_read_layers, request, layers, with_towers)
+    config, headers = request.shared.get(key, read)
+    return deepcopy(config), headers
+
+
+def _read_layers(
+    request: PlanRequest, layers: int | None, with_towers: bool
+) -> tuple[PretrainedConfig, Headers]:
+    model = request.config.model
+    if layers is None:
+        return read_headers(request.folder, model, with_towers)
+    config, headers = shared_headers(request, None, with_towers)
+    of_towers = _names_of_towers(config, model, headers) if with_towers else set()
+    return config, _reduce_layers(config, model, headers, layers, of_towers)
+
+
 def read_headers(
-    folder: Path, model: ModelConfig, layers: int | None = None, with_towers: bool = False
-) -> tuple[PretrainedConfig, dict[str, StoredTensor]]:
-    """Return a model's config and the headers of its weights, with `layers` decoder layers (None:
-    all).
+    folder: Path, model: ModelConfig, with_towers: bool = False
+) -> tuple[PretrainedConfig, Headers]:
+    """Return a model's config and the headers of its weights.
 
     If it has no weights, the headers are those that a model with this config would be saved with,
     `with_towers`: and its towers.
@@ -135,15 +167,10 @@ def read_headers(
             checkpoint_key(name): StoredTensor(folder, tuple(parameter.shape), dtype, is_published)
             for name, parameter in parameters
         }
-    if layers is not None:
-        of_towers = _names_of_towers(config, model, headers) if with_towers else set()
-        headers = _reduce_layers(config, model, headers, layers, of_towers)
     return config, headers
 
 
-def _names_of_towers(
-    config: PretrainedConfig, model: ModelConfig, headers: dict[str, StoredTensor]
-) -> set[str]:
+def _names_of_towers(config: PretrainedConfig, model: ModelConfig, headers: Headers) -> set[str]:
     """Return the names of stored tensors that the text part lacks."""
     text_part = build_on_meta(deepcopy(config), model)
     source: Any = HeaderSource(headers)  # which does not change its tensors
@@ -155,10 +182,10 @@ def _names_of_towers(
 def _reduce_layers(
     config: PretrainedConfig,
     model: ModelConfig,
-    headers: dict[str, StoredTensor],
+    headers: Headers,
     layers: int,
     of_towers: set[str],
-) -> dict[str, StoredTensor]:
+) -> Headers:
     """Reduce a config in place to the first `layers` decoder layers. Return the headers of the
     remaining weights, with those `of_towers`, whose towers have layers of their own."""
     text = config.get_text_config()
@@ -168,7 +195,7 @@ def _reduce_layers(
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     reduced = build_on_meta(deepcopy(config), model).model
-    few_headers = dict[str, StoredTensor]()
+    few_headers: Headers = {}
     for name, header in headers.items():
         layer_number = re.search(r"\b\d+\b", name)  # the first number in a name
         is_kept = layer_number is None or int(layer_number[0]) < layers
@@ -177,16 +204,25 @@ def _reduce_layers(
     return few_headers
 
 
-def layers_are_alike(config: PretrainedConfig, settings: Config) -> bool:
-    """Return whether all decoder layers have the same parameter shapes, no setting selects some of
-    them by name, and config.json can be reduced to a few."""
-    model = settings.model
-    if settings.train.groups or settings.peft.options or model.freeze_layers:
+def layers_are_alike(request: PlanRequest) -> bool:
+    """Return whether all decoder layers of a request's model have the same parameter shapes, no setting
+    selects some of them by name, and config.json can be reduced to a few."""
+    config = request.config
+    model = config.model
+    selects_layers = config.train.groups or config.peft.options or model.freeze_layers
+    if selects_layers or model.trust_remote_code:
         return False
+    key = ("alike", request.folder, *astuple(model))
+    return request.shared.get(key, partial(_compare_layers, request))
+
+
+def _compare_layers(request: PlanRequest) -> bool:
+    model = request.config.model
+    config = load_model_config(request.folder, model.trust_remote_code)
     layers = decoder_layers(build_on_meta(config, model).model)
     shapes = set[tuple[tuple[str, tuple[int, ...]], ...]]()
     for layer in layers:
         named = layer.named_parameters()
         shapes.add(tuple((name, tuple(parameter.shape)) for name, parameter in named))
     count = config.get_text_config().num_hidden_layers
-    return not model.trust_remote_code and len(shapes) == 1 and len(layers) == count
+    return len(shapes) == 1 and len(layers) == count
