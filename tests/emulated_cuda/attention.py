@@ -9,6 +9,9 @@ from emulated_cuda.recorder import RECORDER
 from torch.nn import functional
 
 ATEN = torch.ops.aten
+EFFICIENT_MULTIPLE = (
+    32  # to which the memory-efficient kernel rounds up the tokens of a log-sum-exp
+)
 sdpa_on_cpu = functional.scaled_dot_product_attention
 Formula = Callable[..., torch.Tensor]  # of query, key and value on the CPU
 
@@ -94,14 +97,21 @@ def varlen_attn(
     __: int,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    return_aux: Any = None,
     **___: Any,
-) -> torch.Tensor:
+) -> Any:
     """torch.nn.attention.varlen.varlen_attn for samples of a packed sequence, each causal, or for
     images."""
     lengths = unwrap(offsets).diff().tolist()
     assert max(lengths) == longest
     window = window_size[0] + 1 if window_size[0] >= 0 else None
     is_causal = window_size[1] == 0
+    if return_aux is not None:
+        assert is_causal
+        RECORDER.launch("varlen attention")
+        by_head = [unwrap(tensor).transpose(0, 1) for tensor in (query, key, value)]
+        output, log_sums = _output_and_sums(by_head, lengths, scale, window)
+        return CudaTensor(output.transpose(0, 1).contiguous()), CudaTensor(log_sums)
 
     def formula(*tensors: torch.Tensor) -> torch.Tensor:
         by_head = [tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors]
@@ -109,6 +119,82 @@ def varlen_attn(
         return output.transpose(0, 1).contiguous()
 
     return _AttentionKernel.apply("varlen attention", formula, query, key, value)
+
+
+def varlen_backward(
+    gradient: torch.Tensor,  # [tokens, heads, head_dim]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sums: torch.Tensor,  # [heads, tokens]
+    offsets: torch.Tensor,
+    *others: Any,
+) -> tuple[torch.Tensor, ...]:
+    """torch_attn._varlen_attn_backward."""
+    RECORDER.launch("varlen attention backward")
+    *_, scale, (earlier, _) = others
+    tensors = (gradient, query, key, value, output)
+    by_head = [unwrap(tensor).transpose(0, 1) for tensor in tensors]
+    lengths = unwrap(offsets).diff().tolist()
+    window = earlier + 1 if earlier >= 0 else None
+    gradients = _gradients(by_head, unwrap(log_sums), lengths, scale, window)
+    return tuple(CudaTensor(part.transpose(0, 1).contiguous()) for part in gradients)
+
+
+def _visible(lengths: list[int], window: int | None) -> torch.Tensor:
+    """Return which tokens of a packed sequence see which, [tokens, tokens]."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    tokens = len(sample)
+    return (sample[:, None] == sample).tril().triu(1 - (window or tokens))
+
+
+def _scores(
+    query: torch.Tensor,  # [heads, tokens, head_dim]
+    key: torch.Tensor,
+    lengths: list[int],
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.float() @ key.float().transpose(1, 2) * scale
+    return scores.masked_fill(~_visible(lengths, window), float("-inf"))
+
+
+def _output_and_sums(
+    tensors: list[torch.Tensor],  # query, key and value [heads, tokens, head_dim]
+    lengths: list[int],
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, and the log-sum-exp of each token's scores, [heads, tokens]."""
+    query, *shared = tensors
+    key, value = (part.repeat_interleave(len(query) // len(part), 0) for part in shared)
+    scores = _scores(query, key, lengths, scale, window)
+    output = scores.softmax(-1) @ value.float()
+    return output.to(query.dtype), scores.logsumexp(-1)
+
+
+def _gradients(
+    tensors: list[torch.Tensor],  # gradient, query, key, value and output [heads, tokens, head_dim]
+    log_sums: torch.Tensor,
+    lengths: list[int],
+    scale: float | None,
+    window: int | None,
+) -> list[torch.Tensor]:
+    """Return the gradients of query, key and value, as kernels compute them: from the output and the
+    log-sum-exp that they get."""
+    gradient, query, key, value, output = (tensor.float() for tensor in tensors)
+    groups = len(query) // len(key)
+    key, value = (part.repeat_interleave(groups, 0) for part in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    shares = (_scores(query, key, lengths, scale, window) - log_sums[..., None]).exp()
+    of_shares = gradient @ value.transpose(1, 2) - (gradient * output).sum(-1, keepdim=True)
+    of_scores = shares * of_shares * scale
+    of_keys = of_scores.transpose(1, 2) @ query
+    of_values = shares.transpose(1, 2) @ gradient
+    shared = [part.unflatten(0, (-1, groups)).sum(1) for part in (of_keys, of_values)]
+    return [part.to(tensors[1].dtype) for part in (of_scores @ key, *shared)]
 
 
 def _per_sample(
@@ -140,12 +226,15 @@ def efficient_forward(
     scale: float | None = None,
     window_size: int | None = None,
 ) -> tuple[Any, ...]:
-    """aten._efficient_attention_forward: output, sums, and what is not used."""
+    """aten._efficient_attention_forward: output, log-sum-exp, and what is not used."""
     RECORDER.launch("efficient attention")
-    formula = _efficient_formula(offsets, scale, window_size)
-    output = formula(unwrap(query), unwrap(key), unwrap(value))
-    sums = torch.zeros(1, query.shape[2], query.shape[1])
-    return CudaTensor(output), CudaTensor(sums), None, None, None, None
+    by_head = [unwrap(tensor)[0].transpose(0, 1) for tensor in (query, key, value)]
+    lengths = _lengths(by_head[0], offsets)
+    output, log_sums = _output_and_sums(by_head, lengths, scale, window_size)
+    added = -len(log_sums[0]) % EFFICIENT_MULTIPLE if offsets is None else 0
+    padded = functional.pad(log_sums, (0, added), value=float("inf"))
+    result = output.transpose(0, 1).contiguous()
+    return CudaTensor(result[None]), CudaTensor(padded[None]), None, None, None, None
 
 
 def efficient_backward(
@@ -156,24 +245,21 @@ def efficient_backward(
     bias: None,
     output: torch.Tensor,
     offsets: torch.Tensor | None,
-    *_: Any,
+    *others: Any,
     scale: float | None = None,
     window_size: int | None = None,
 ) -> tuple[Any, ...]:
     """aten._efficient_attention_backward: gradients of query, key and value, and none of a bias."""
     RECORDER.launch("efficient attention backward")
-    formula = _efficient_formula(offsets, scale, window_size)
-    inputs = [unwrap(query), unwrap(key), unwrap(value)]
-    return *map(CudaTensor, gradients_of(formula, inputs, unwrap(gradient))), None
+    tensors = (gradient, query, key, value, output)
+    by_head = [unwrap(tensor)[0].transpose(0, 1) for tensor in tensors]
+    lengths = _lengths(by_head[1], offsets)
+    _, _, _, log_sums, *_ = others
+    sums = unwrap(log_sums)[0][:, : by_head[1].shape[1]]
+    gradients = _gradients(by_head, sums, lengths, scale, window_size)
+    return *(CudaTensor(part.transpose(0, 1)[None].contiguous()) for part in gradients), None
 
 
-def _efficient_formula(
-    offsets: torch.Tensor | None, scale: float | None, window: int | None
-) -> Formula:
-    def formula(*tensors: torch.Tensor) -> torch.Tensor:
-        tokens = tensors[0].shape[1]
-        lengths = [tokens] if offsets is None else unwrap(offsets).diff().tolist()
-        by_head = [tensor.transpose(1, 2) for tensor in tensors]
-        return _per_sample(by_head, lengths, scale, window).transpose(1, 2)
-
-    return formula
+def _lengths(by_head: torch.Tensor, offsets: torch.Tensor | None) -> list[int]:
+    """Return the tokens of each sample of a tensor [heads, tokens, head_dim]."""
+    return [by_head.shape[1]] if offsets is None else unwrap(offsets).diff().tolist()

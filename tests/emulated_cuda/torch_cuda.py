@@ -17,7 +17,7 @@ from torch.utils.checkpoint import DefaultDeviceType
 
 from llama_ft.cpu import one_kernel
 from llama_ft.extensions.images.towers import without_waits
-from llama_ft.models.packing import packed_attention
+from llama_ft.models.packing import kernels, packed_attention
 
 GIB = 2**30
 NAME = "NVIDIA H100 80GB HBM3"
@@ -196,6 +196,8 @@ def _patches() -> list[Any]:
         (torch.ops.aten, "_efficient_attention_backward", attention.efficient_backward),
         (packed_attention, "varlen_attn", attention.varlen_attn),
         (without_waits, "varlen_attn", attention.varlen_attn),
+        (kernels, "varlen_attn", attention.varlen_attn),
+        (torch.ops.torch_attn, "_varlen_attn_backward", attention.varlen_backward),
         (one_kernel, "runs_compiled", lambda _: False),  # there is no GPU to compile for
         (dist, "init_process_group", _over_gloo(dist.init_process_group)),
     ):

@@ -134,6 +134,7 @@ def test_modules_have_their_attributes() -> None:
         "llama.LlamaRotaryEmbedding": evidence.ROPE_TYPE,
         "mllama.MllamaCrossAttentionDecoderLayer": evidence.CROSS_ATTENTION,
         "llama4.Llama4TextAttention": evidence.COUNTS_POSITIONS,
+        "gpt_oss.GptOssAttention": evidence.SINKS,
         "gemma3.Gemma3Model": evidence.IMAGE_FEATURES,
     }.items():
         assert f"{name}" in inspect.getsource(architecture(path)), path

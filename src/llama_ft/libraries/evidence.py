@@ -96,6 +96,7 @@ MASK_OF_ENCODERS = "create_bidirectional_mask"
 
 # Attributes of modules.
 IS_CAUSAL = "is_causal"  # of attention: False in encoders
+SINKS = "sinks"  # of attention: a learned score of each head (gpt-oss)
 ROPE_TYPE = "rope_type"  # of rotary embeddings
 CROSS_ATTENTION = "cross_attn"
 # Attention that counts positions itself, and scales by them (Llama 4's).

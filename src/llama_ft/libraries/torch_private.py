@@ -17,6 +17,7 @@ NAMES = {
         "_scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_flash_attention_for_cpu_backward"
     ),
+    ("ops.torch_attn", "attention with sinks on GPUs"): "_varlen_attn_backward",
     ("ops.aten", "plans of padded batches for GPUs"): "_scaled_dot_product_efficient_attention",
     ("ops.aten", "the plan of a model's memory"): "_local_scalar_dense _grouped_mm",
     ("ops.aten.mm.default", "the plan of a model's memory"): "_opname",

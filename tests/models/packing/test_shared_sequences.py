@@ -27,8 +27,9 @@ FAST = ("llama", "gemma 3", "sinks", "latent attention", "longrope", "routers", 
 COMPILED = [f"{case}{job.COMPILED}" for case in ("llama", "gemma 3", "latent attention")]
 SIMPO = "llama by simpo"
 CPU = torch.device("cpu")
-# Sums over all tokens in another order: of the largest gradient of a tensor. Recurrences add rounding.
-TOLERANCE = {"delta nets": 2e-5}
+# Sums over all tokens in another order: of the largest gradient of a tensor. Recurrences add rounding, and
+# sinks are added by another formula than Transformers'.
+TOLERANCE = {"delta nets": 2e-5, "sinks": 1e-5}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])

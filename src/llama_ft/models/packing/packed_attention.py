@@ -12,11 +12,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -26,7 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.cpu import block_attention
 from llama_ft.errors import UserError
-from llama_ft.libraries.evidence import EAGER_ATTENTION, FLASH_ATTENTION_ARGUMENTS
+from llama_ft.libraries.evidence import EAGER_ATTENTION, FLASH_ATTENTION_ARGUMENTS, SINKS
 from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base import attention_kernels
 from llama_ft.models.base.layers import function_of_file
@@ -34,6 +33,15 @@ from llama_ft.models.base.replaced import replace_method
 from llama_ft.models.base.replaced_functions import marked
 from llama_ft.models.base.torch_2_11 import shared_heads
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.packing.kernels import (
+    AttentionCall,
+    cpu_backward,
+    cpu_forward,
+    efficient_backward,
+    efficient_forward,
+    sample_mask,
+    varlen_window,
+)
 from llama_ft.models.packing.packed_samples import (
     PackedSamples,
     TokenMixers,
@@ -46,20 +54,15 @@ from llama_ft.models.packing.shared_sequences import (
     attend_over_heads,
     check_can_share,
 )
+from llama_ft.models.packing.sinks import attend_with_sinks
 from llama_ft.runtime import Ranks
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
 from llama_ft.runtime.target import current_target
 
-ATEN = torch.ops.aten
 ATTENTION_IN_BLOCKS = torch.ops.llama_ft.attention_in_blocks
 GRADIENTS_IN_BLOCKS = torch.ops.llama_ft.attention_in_blocks_backward
 Attention = tuple[torch.Tensor, torch.Tensor | None]
-CAUSAL = 1  # mask type of the memory-efficient kernel
-# In 16 bits oneDNN compiles and keeps kernels of the backward pass for every length, on every
-# thread: 11 MiB each on 4 threads of an AMD Zen 4. So lengths are rounded up: no earlier token sees
-# the added ones, which have no gradient.
-KERNEL_LENGTH_MULTIPLE = 32
 
 
 def use_packed_attention(built: BuiltModel, ranks: Ranks | None = None) -> TokenMixers:
@@ -111,7 +114,9 @@ def use_packed_attention(built: BuiltModel, ranks: Ranks | None = None) -> Token
         mixers.config._attn_implementation = f"packed_{attends}"
     if attends == "sdpa":
         attention_kernels.activate_flash_attention_3(mixers.config)
-    if attends == "eager":
+    if attends == "eager" and any(
+        getattr(mixer, SINKS, None) is None for mixer in mixers.attention
+    ):
         log.info(
             f"Packed attention: {type(model).__name__}'s own code runs per sample and needs memory quadratic in "
             "the sample's length."
@@ -257,9 +262,7 @@ def _packed_sdpa(
     window = arguments.get("sliding_window")
     tensors = (query, key, value)
     attend = partial(sdpa_attention_forward, module, **arguments)
-    # The kernels below support none of these.
-    extras = [arguments.get(name) for name in ("softcap", "s_aux", "position_bias")]
-    has_extras = bool(arguments.get("dropout")) or any(extra is not None for extra in extras)
+    has_extras = _has_extras(arguments) or arguments.get("s_aux") is not None
     if samples is None or attention_mask is not None or has_extras:
         return _sample_by_sample(attend, tensors, attention_mask, samples, window)
     equal_length = samples.equal_length and (window or samples.longest) >= samples.longest
@@ -287,7 +290,7 @@ def _packed_sdpa(
             samples.longest,
             samples.longest,
             scale=arguments.get("scaling"),
-            window_size=(-1, 0) if window is None else (window - 1, 0),
+            window_size=varlen_window(window),
             **shared_heads(query, key),
         )
         return cast(torch.Tensor, output).unsqueeze(0), None
@@ -309,13 +312,29 @@ def _packed_eager(
     packed_samples: PackedSamples | None = None,
     **arguments: Any,
 ) -> Attention:
-    """The model's own eager attention, with its soft caps and sinks, for packed sequences."""
-    eager = function_of_file(module, EAGER_ATTENTION)
-    attend = partial(eager, module, **arguments)
+    """The model's own eager attention, with its soft caps, for packed sequences. Sinks are computed with a
+    kernel."""
     tensors = (query, key, value)
     samples = _samples_of(module, packed_samples)
     window = arguments.get("sliding_window")
+    sinks = arguments.get("s_aux")
+    has_cache = query.shape[2] != key.shape[2]
+    if sinks is not None and samples is not None and attention_mask is None and not has_cache:
+        capability = current_target().capability
+        widths = (query.shape[-1], value.shape[-1])
+        kernel = attention_kernels.choose_kernel(capability, query.dtype, widths, False)
+        if kernel != "own" and not _has_extras(arguments):
+            scale = arguments.get("scaling")
+            return attend_with_sinks(tensors, sinks, samples, kernel, scale, window), None
+    eager = function_of_file(module, EAGER_ATTENTION)
+    attend = partial(eager, module, **arguments)
     return _sample_by_sample(attend, tensors, attention_mask, samples, window)
+
+
+def _has_extras(arguments: dict[str, Any]) -> bool:
+    """Return whether attention has dropout, or something else that no kernel here supports."""
+    extras = [arguments.get(name) for name in ("softcap", "position_bias")]
+    return bool(arguments.get("dropout")) or any(extra is not None for extra in extras)
 
 
 def _samples_of(module: nn.Module, samples: PackedSamples | None) -> PackedSamples | None:
@@ -336,15 +355,7 @@ def _samples_of(module: nn.Module, samples: PackedSamples | None) -> PackedSampl
     return samples.cut(chunk)
 
 
-class _AttentionCall(NamedTuple):
-    """Neighboring samples that one call of a kernel computes."""
-
-    tokens: int  # of all of them
-    longest: int
-    offsets: torch.Tensor | None  # int32 [samples + 1], on the device; None: one sample
-
-
-def _divide_into_calls(samples: PackedSamples, together: bool) -> list[_AttentionCall]:
+def _divide_into_calls(samples: PackedSamples, together: bool) -> list[AttentionCall]:
     """Divide samples into kernel calls: each its own, or `together` as many neighbors as take no
     more workspace than one sample as long as the packed sequence. The memory-efficient kernel's
     workspace grows with the number of samples times the longest one."""
@@ -362,7 +373,7 @@ def _divide_into_calls(samples: PackedSamples, together: bool) -> list[_Attentio
     return [*calls, _call_for(samples, first, len(lengths))]
 
 
-def _call_for(samples: PackedSamples, first: int, end: int) -> _AttentionCall:
+def _call_for(samples: PackedSamples, first: int, end: int) -> AttentionCall:
     """Return the call for the samples [first, end)."""
     lengths = samples.lengths[first:end]
     offsets = None
@@ -370,7 +381,7 @@ def _call_for(samples: PackedSamples, first: int, end: int) -> _AttentionCall:
         offsets = samples.offsets[first : end + 1]
         if first:
             offsets = offsets - offsets[:1]
-    return _AttentionCall(sum(lengths), max(lengths), offsets)
+    return AttentionCall(sum(lengths), max(lengths), offsets)
 
 
 class _SampleAttention(torch.autograd.Function):
@@ -400,7 +411,7 @@ class _SampleAttention(torch.autograd.Function):
         _, heads, tokens, _ = query.shape
         memory = query.new_empty(1, tokens, heads, value.shape[3])
         output = memory.transpose(1, 2)
-        compute = _efficient_forward if is_efficient else _cpu_forward
+        compute = efficient_forward if is_efficient else cpu_forward
         sums = []
         tokens_of_calls = tuple(call.tokens for call in ctx.calls)
         parts = _samples(tokens_of_calls, query, key, value, output)
@@ -424,7 +435,7 @@ class _SampleAttention(torch.autograd.Function):
         tokens_of_calls = tuple(call.tokens for call in ctx.calls)
         samples = _samples(tokens_of_calls, gradient, query, key, value, output)
         targets = _samples(tokens_of_calls, *gradients)
-        compute = _efficient_backward if ctx.is_efficient else _cpu_backward
+        compute = efficient_backward if ctx.is_efficient else cpu_backward
         for sample, call, log_sums, of_call in zip(samples, ctx.calls, sums, targets, strict=True):
             # the keys and values among [gradient, query, key, value, output]
             sample[2:4] = [repeat_kv(part, ctx.query_heads_per_key) for part in sample[2:4]]
@@ -450,73 +461,6 @@ def _block_how(ctx: Any, query: torch.Tensor) -> tuple[tuple[int, ...], float]:
     lengths = tuple(call.tokens for call in ctx.calls)  # a call per sample
     scale, _ = ctx.how
     return lengths, query.shape[3] ** -0.5 if scale is None else scale
-
-
-def _cpu_forward(
-    sample: list[torch.Tensor],
-    call: _AttentionCall,
-    scale: float | None,
-    window: int | None,
-) -> Any:
-    mask = _sample_mask(sample[0].shape[2], window, sample[0])
-    return ATEN._scaled_dot_product_flash_attention_for_cpu(
-        *sample, 0.0, mask is None, attn_mask=mask, scale=scale
-    )
-
-
-def _cpu_backward(
-    sample: list[torch.Tensor],
-    call: _AttentionCall,
-    log_sums: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-) -> Any:
-    length = sample[0].shape[2]
-    added = -length % KERNEL_LENGTH_MULTIPLE
-    if sample[0].itemsize == 2 and added:
-        sample = [functional.pad(part, (0, 0, 0, added)) for part in sample]
-        log_sums = functional.pad(log_sums, (0, added))
-    mask = _sample_mask(length, window, sample[0])
-    gradients = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        *sample, log_sums, 0.0, mask is None, attn_mask=mask, scale=scale
-    )
-    return [part[:, :, :length] for part in gradients]
-
-
-def _efficient_forward(
-    sample: list[torch.Tensor],
-    call: _AttentionCall,
-    scale: float | None,
-    window: int | None,
-) -> Any:
-    parts = [part.transpose(1, 2) for part in sample]
-    how = {"scale": scale, "window_size": window}
-    longest = call.longest if call.offsets is not None else None
-    several = (call.offsets, call.offsets, longest, longest)
-    output, log_sums, *_ = ATEN._efficient_attention_forward(
-        *parts, None, *several, 0.0, CAUSAL, True, **how
-    )
-    return output.transpose(1, 2), log_sums
-
-
-def _efficient_backward(
-    sample: list[torch.Tensor],
-    call: _AttentionCall,
-    log_sums: Any,
-    scale: float | None,
-    window: int | None,
-) -> Any:
-    # Not autograd: torch's derivative of the forward operator ignores the window.
-    gradient, *parts, output = (part.transpose(1, 2) for part in sample)
-    several = (call.offsets, call.offsets, call.longest, call.longest)
-    inputs = (gradient, *parts, None, output, *several, log_sums)  # None: no bias
-    # used only with dropout
-    no_seeds = (log_sums, log_sums)
-    how = {"scale": scale, "window_size": window}
-    *gradients, _ = ATEN._efficient_attention_backward(
-        *inputs, 0.0, *no_seeds, CAUSAL, False, **how
-    )
-    return [part.transpose(1, 2) for part in gradients]
 
 
 def _samples(
@@ -559,23 +503,7 @@ def _sample_by_sample(
     outputs = []
     for sample in _samples(lengths, *tensors):
         sample_query = sample[0]
-        mask = _sample_mask(sample_query.shape[2], window, sample_query, makes_causal)
+        mask = sample_mask(sample_query.shape[2], window, sample_query, makes_causal)
         outputs.append(attend(*sample, mask)[0])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return output, None
-
-
-def _sample_mask(
-    length: int, window: int | None, query: torch.Tensor, may_be_causal: bool = True
-) -> torch.Tensor | None:
-    """Return what is added to a sample's scores [1, 1, tokens, tokens]; None if the kernel's causal
-    mask is enough. `query` may be padded beyond `length`."""
-    if may_be_causal and (window is None or length <= window):
-        return None
-    tokens = query.shape[2]
-    every = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
-    allowed = every.tril()
-    if window is not None:
-        allowed = allowed.triu(1 - window)
-    added = torch.zeros_like(allowed, dtype=query.dtype)
-    return added.masked_fill(~allowed, -torch.inf)[None, None]
