@@ -1,7 +1,8 @@
 """Run element-wise computations as one CUDA kernel, with one pass over memory instead of one per
-operator."""
+operator; and kernels that are written in Triton."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -58,3 +59,34 @@ class OneKernel:
                     f"torch.compile: {self._function.__name__} runs uncompiled and slower ({reason(error)})."
                 )
                 return self._function(first, *others)
+
+
+class TritonKernels:
+    """The functions of a module of kernels in Triton, which is imported at the first call on CUDA.
+
+    Args:
+        module: its name.
+        without: what happens without them, for the log.
+    """
+
+    def __init__(self, module: str, without: str) -> None:
+        self._module = module
+        self._without = without
+        self._has_failed = False
+
+    def can_run(self, tensor: torch.Tensor) -> bool:
+        """Return whether there is a GPU to run them on, and they have not failed."""
+        return not self._has_failed and runs_compiled(tensor)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Return the result of a function; None if it failed, and from then on."""
+        if self._has_failed:
+            return None
+        try:
+            return getattr(import_module(self._module), name)(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no Triton, no C compiler, or no directory for its files
+            self._has_failed = True
+            log.warning(f"Triton: {self._without} ({reason(error)}).")
+            return None

@@ -6,22 +6,73 @@ value = code * 2^(scale - 127)
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, cast
 
 import torch
 
-from llama_ft.models.base.source import SafetensorsSource, StoredTensor, WeightSource
+from llama_ft.cpu.one_kernel import TritonKernels
+from llama_ft.models.base.source import SafetensorsSource, StoredTensor, WeightSource, row_blocks
 from llama_ft.models.published.packed_weights import (
     PackedWeight,
     damaged,
     find_tensor,
+    fp4_pairs,
     fp4_values,
     read_matrix,
     scale_values,
 )
-from llama_ft.models.published.weight_format import StoredScheme, WeightFormat, check_finite
+from llama_ft.models.published.weight_format import (
+    DEQUANTIZED_AT_ONCE,
+    StoredScheme,
+    WeightFormat,
+    check_finite,
+)
+from llama_ft.operators import LIBRARY
 
 BLOCK = 32
+KERNELS = TritonKernels(
+    "llama_ft.models.published.fp4_kernel", "experts in MXFP4 are dequantized more slowly"
+)
+LIBRARY.define("dequantize_mxfp4(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor")
+
+
+def _dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows [n, in] in bf16 or fp32, which are exact, from codes [n, in / 2] and scales."""
+    if KERNELS.can_run(codes):
+        dequantized = KERNELS.call("dequantize", codes, scale, dtype)
+        if dequantized is not None:
+            return cast(torch.Tensor, dequantized)
+    values = codes.new_empty(len(codes), 2 * codes.shape[1], dtype=dtype)
+    pairs = _pairs(dtype, codes.device)
+    for start, stop in row_blocks(tuple(values.shape), 0, len(values), DEQUANTIZED_AT_ONCE):
+        block = values[start:stop]
+        numbers = codes[start:stop].int().flatten()
+        torch.index_select(pairs, 0, numbers, out=block.view(pairs.dtype).flatten())
+        factor = scale_values(scale[start:stop]).to(dtype).unsqueeze(-1)
+        block.unflatten(1, (-1, BLOCK)).mul_(factor)
+    return values
+
+
+LIBRARY.impl("dequantize_mxfp4", _dequantize, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("llama_ft::dequantize_mxfp4", lib=LIBRARY)
+def _values(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return codes.new_empty(len(codes), 2 * codes.shape[1], dtype=dtype)
+
+
+@cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the two values of each byte as one number, [256]. To make it, the host waits for the GPU."""
+    of_byte = fp4_pairs(device).to(dtype)
+    return of_byte.view(torch.int32 if of_byte.itemsize == 2 else torch.int64).flatten()
+
+
+def workspace_bytes(codes: torch.Tensor, is_cuda: bool) -> int:
+    """Return the bytes that the operator allocates and frees: numbers of one block's bytes."""
+    most = DEQUANTIZED_AT_ONCE // 2
+    return 0 if is_cuda else min(codes.numel(), most) * torch.int32.itemsize
 
 
 @dataclass(frozen=True)
@@ -73,6 +124,14 @@ class StoredMxfp4(StoredScheme):
         """See `StoredScheme`."""
         by_block = fp4_values(weight).unflatten(1, (-1, BLOCK))
         return by_block.mul_(scale_values(scale).unsqueeze(-1)).flatten(1)
+
+    def dequantize(
+        self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """See `StoredScheme`."""
+        if torch.float16 in (dtype, self.dtype):  # it has too few exponents
+            return super().dequantize(weight, scale, dtype)
+        return cast(torch.Tensor, torch.ops.llama_ft.dequantize_mxfp4(weight, scale, dtype))
 
 
 class Mxfp4(WeightFormat):

@@ -117,16 +117,19 @@ def unpacked_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
     return codes
 
 
-def fp4_values(packed: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 values of two E2M1 codes per byte, the low half first: the last dimension
-    doubles."""
-    values = torch.tensor(FP4_VALUES, device=packed.device)
+def fp4_pairs(device: torch.device) -> torch.Tensor:
+    """Return the fp32 values of the two E2M1 codes of each byte, the low half first: [256, 2]."""
+    values = torch.tensor(FP4_VALUES, device=device)
     of_code = torch.cat([values, -values])
     low = of_code.repeat(16)
     high = of_code.repeat_interleave(16)
-    of_byte = torch.stack([low, high], dim=-1)  # [256, 2]
+    return torch.stack([low, high], dim=-1)
+
+
+def fp4_values(packed: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values of two E2M1 codes per byte: the last dimension doubles."""
     codes = packed.contiguous().view(torch.uint8)
-    return of_byte[codes.int()].flatten(-2)
+    return fp4_pairs(packed.device)[codes.int()].flatten(-2)
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters import lora_experts, lora_linear
 from llama_ft.models.base.layers import SCORE
+from llama_ft.models.published import mxfp4
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.fake.attention_workspace import attention_workspace_bytes
 from llama_ft.plan.fake.chunk_loops import LoopCall, LoopMemory, ShortLoop, loops_of
@@ -416,6 +417,8 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
             return dequantized + (0 if is_cuda else _product_bytes(args[0], len(args[5])))
         case "llama_ft.lora_experts":
             return lora_experts.workspace_bytes(args)
+        case "llama_ft.dequantize_mxfp4":
+            return mxfp4.workspace_bytes(args[0], is_cuda)
         case "llama_ft.attention_in_blocks" | "llama_ft.attention_in_blocks_backward":
             return block_attention.workspace_bytes(args)
         case "llama_ft.rms_norm" | "llama_ft.rms_norm_backward":
