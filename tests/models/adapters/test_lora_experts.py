@@ -124,6 +124,27 @@ def test_loss_and_gradients_are_those_of_peft(model_type: str, way: str, rank: i
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("checkpointing", ["off", "full", "selective"])
+@pytest.mark.parametrize("rank", [4, 3], ids=["", "rank 3"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_experts_one_after_another_have_the_gradients_of_peft(
+    model_type: str, rank: int, checkpointing: str
+) -> None:
+    """As on a GPU without a kernel for all of them."""
+    expected = results(model_of(model_type, rank=rank))
+    model = model_of(model_type, rank=rank, checkpointing=checkpointing)
+    use_split_experts(model)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        computing_on(Target("cuda", (8, 0))),
+        Operators() as operators,
+    ):
+        patch.delattr(LowRankSum, "merged")
+        found = results(model)
+    assert_close(found, expected)
+    assert operators.runs["llama_ft::lora_experts"] and not operators.runs["aten::_grouped_mm"]
+
+
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
 def test_gradients_are_the_same_with_activation_checkpointing(
@@ -136,15 +157,20 @@ def test_gradients_are_the_same_with_activation_checkpointing(
 
 
 def test_selective_keeps_what_experts_without_adapters_compute(model_type: str = "gpt_oss") -> None:
-    """Also if Transformers adds a bias to it."""
+    """Also if Transformers adds a bias to it, and on a GPU without a kernel for all experts."""
     seen = []
     for checkpointing in ("off", "selective"):
-        model = model_of(model_type, checkpointing=checkpointing)
-        with adapter_off(model), Operators() as operators:
-            model.requires_grad_(True)
-            seen.append(results(model))
-        assert operators.runs["aten::_grouped_mm"] == 3 * 2 * 2
-    assert_close(seen[1], seen[0])
+        for target in (Target(), Target("cuda", (8, 0))):
+            model = model_of(model_type, checkpointing=checkpointing)
+            with computing_on(target), adapter_off(model), Operators() as operators:
+                model.requires_grad_(True)
+                seen.append(results(model))
+            runs = operators.runs
+            by_group = runs["llama_ft::grouped_matmul"] + runs["llama_ft::grouped_weight_gradient"]
+            assert runs["aten::_grouped_mm"] + by_group == 3 * 2 * 2
+            assert bool(by_group) == target.is_cuda
+    for found in seen[1:]:
+        assert_close(found, seen[0])
 
 
 @pytest.mark.parametrize("way", ["grouped_mm", "eager"])

@@ -26,11 +26,19 @@ from torch.utils.flop_counter import register_flop_formula
 from llama_ft.libraries.evidence import EXPERTS_IMPLEMENTATIONS, is_experts
 from llama_ft.libraries.transformers_private import private
 from llama_ft.models.adapters.lora_linear import lora_linear
+from llama_ft.models.base.grouped_matmul import (
+    KERNELS,
+    groups_with_rows,
+    multiplies_by_group,
+    on_host,
+    placed,
+)
 from llama_ft.models.base.replaced import become, reads_as
 from llama_ft.models.quantization.layers import QuantizedStacks
 from llama_ft.operators import LIBRARY
 from llama_ft.runtime.target import current_target
 
+OPS = torch.ops.llama_ft
 LIBRARY.define(
     "lora_experts(Tensor x, Tensor u, Tensor weight, Tensor right, Tensor ends, float scaling) -> Tensor"
 )
@@ -49,7 +57,19 @@ def _lora_experts(
     scaling: float,
 ) -> torch.Tensor:
     """Compute y [tokens, out] from x [tokens, in] and u [tokens, r], sorted by experts. Those of
-    expert e end before ends[e]."""
+    expert e end before ends[e]; see `placed`."""
+    if multiplies_by_group(x.dtype):
+        right = _with_unit_stride(right)
+        if ends.is_cuda:
+            whole = KERNELS.call("multiply", x, weight, ends, (u, right, scaling))
+            if whole is not None:
+                return cast(torch.Tensor, whole)
+            ends = on_host(ends)
+        y = x.new_empty(len(x), weight.shape[2])
+        for expert, rows in groups_with_rows(ends):
+            of_expert = torch.mm(x[rows], weight[expert], out=y[rows])
+            of_expert.addmm_(u[rows], right[expert], alpha=scaling)
+        return y
     y = functional.grouped_mm(x, weight, offs=ends)
     return y.add_(_small_product(u, _ready(right, 1), ends), alpha=scaling)
 
@@ -69,7 +89,7 @@ def _flops(x: torch.Size, u: torch.Size, weight: torch.Size, *_: Any, **__: Any)
 
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     """Return the bytes that the operator allocates and frees: the low-rank part of y, and R; see
-    `_small_product`."""
+    `_small_product`. Experts one after another need less, but a plan is for any GPU."""
     x, u, weight, right, *_ = arguments
     itemsize = x.dtype.itemsize
     part = len(x) * weight.shape[2]
@@ -91,6 +111,10 @@ def _ready(factor: torch.Tensor, rank_dimension: int) -> torch.Tensor:
     lacking = -factor.shape[rank_dimension] % (ALIGNMENT // factor.dtype.itemsize)
     if lacking:
         factor = functional.pad(factor, (0, lacking) if rank_dimension == 2 else (0, 0, 0, lacking))
+    return _with_unit_stride(factor)
+
+
+def _with_unit_stride(factor: torch.Tensor) -> torch.Tensor:
     return factor if 1 in factor.stride()[-2:] else factor.contiguous()
 
 
@@ -123,7 +147,10 @@ class _LowRankExperts(torch.autograd.Function):
         """x [tokens, in] -> a placeholder [tokens, out] without storage, which passes on the gradient of
         y; and u [tokens, r]."""
         ctx.scaling = scaling
-        u = _small_product(x, _ready(left, 2), ends)
+        if multiplies_by_group(x.dtype):
+            u = OPS.grouped_matmul(x, _with_unit_stride(left), ends)
+        else:
+            u = _small_product(x, _ready(left, 2), ends)
         ctx.save_for_backward(x, u, weight, left, right, ends)
         ctx.mark_non_differentiable(u)
         placeholder = x.new_empty(()).expand(len(x), weight.shape[2])  # nothing reads it
@@ -133,6 +160,15 @@ class _LowRankExperts(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         x, u, weight, left, right, ends = ctx.saved_tensors
         g = gradient.contiguous()
+        if multiplies_by_group(x.dtype):
+            t = OPS.grouped_matmul(g, _with_unit_stride(right).transpose(-2, -1), ends)
+            d_right = OPS.grouped_weight_gradient(u, g, ends).mul_(ctx.scaling)
+            d_left = OPS.grouped_weight_gradient(x, t, ends).mul_(ctx.scaling)
+            dx = None
+            if ctx.needs_input_grad[0]:
+                transposed = (weight.transpose(-2, -1), left.transpose(-2, -1))
+                dx = OPS.lora_experts(g, t, *transposed, ends, ctx.scaling)
+            return dx, None, d_left, d_right, None, None
         rank = left.shape[2]
         t = _small_product(g, _ready(right, 1).transpose(-2, -1), ends)
         t = t.mul_(ctx.scaling)
@@ -277,12 +313,13 @@ def _grouped_mm(x: Any, weight: Any, offs: Any = None, **others: Any) -> torch.T
     base = weight.read()
     left = weight.left
     right = weight.right
-    placeholder, u = _LowRankExperts.apply(x, base, left, right, offs, weight.scaling)
+    ends = placed(offs, x, base.shape) if multiplies_by_group(x.dtype) else offs
+    placeholder, u = _LowRankExperts.apply(x, base, left, right, ends, weight.scaling)
     # Detached: _LowRankExperts has the backward pass of x and R, and the placeholder leads to it.
     return cast(
         torch.Tensor,
         _ExpertsMatmul.apply(
-            placeholder, x.detach(), u, base, right.detach(), offs, weight.scaling
+            placeholder, x.detach(), u, base, right.detach(), ends, weight.scaling
         ),
     )
 

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from llama_ft.libraries.names import require
 from llama_ft.models.base import attention_kernels
+from llama_ft.models.base.grouped_matmul import grouped_matmul, multiplies_by_group
 from llama_ft.runtime.console import log
 from llama_ft.runtime.target import current_target
 
@@ -79,17 +80,22 @@ def _shares_heads_in_flash(
 
 
 # Biases of experts, of gpt-oss for example: Transformers adds them in place to the output of a grouped
-# matmul, which selective activation checkpointing keeps, and so must not change.
-def _add_bias_to_a_copy(
+# matmul, which selective activation checkpointing keeps, and so must not change. And on GPUs without a
+# kernel for all experts, the host would wait in each grouped matmul.
+def _multiply_experts(
     inputs: torch.Tensor,
     weight: torch.Tensor,
     offs: torch.Tensor,
     bias: torch.Tensor | None = None,
     is_transposed: bool = False,
 ) -> torch.Tensor:
-    """Add biases to a copy of the output."""
-    multiply = originals["_grouped_linear"]
-    output: torch.Tensor = multiply(inputs, weight, offs, is_transposed=is_transposed)
+    """Multiply in a way for this GPU, and add biases to a copy of the output."""
+    if multiplies_by_group(weight.dtype):
+        transposed = weight if is_transposed else weight.transpose(-2, -1)
+        output = grouped_matmul(inputs.to(weight.dtype), transposed, offs)
+    else:
+        multiply = originals["_grouped_linear"]
+        output = multiply(inputs, weight, offs, is_transposed=is_transposed)
     return output if bias is None else output + bias
 
 
@@ -98,5 +104,5 @@ REPLACED: dict[tuple[str, str], Callable[..., Any]] = {
     ("masking_utils", "find_packed_sequence_indices"): _find_unless_marked,
     ("masking_utils", "_ignore_causal_mask_sdpa"): _is_causal_as_marked,
     ("integrations.sdpa_attention", "use_gqa_in_sdpa"): _shares_heads_in_flash,
-    ("integrations.moe", "_grouped_linear"): _add_bias_to_a_copy,
+    ("integrations.moe", "_grouped_linear"): _multiply_experts,
 }

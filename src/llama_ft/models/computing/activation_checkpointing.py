@@ -11,6 +11,8 @@ from torch.utils.checkpoint import (
 )
 
 from llama_ft.config import TrainConfig
+from llama_ft.libraries.evidence import is_experts
+from llama_ft.models.base.grouped_matmul import checkpoint_with_reads
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.computing.tiled_mlp import computes_pieces
 
@@ -20,7 +22,7 @@ from llama_ft.models.computing.tiled_mlp import computes_pieces
 EXPENSIVE = re.compile(
     r"aten::(mm|addmm|bmm|_int_mm|_scaled_mm|_grouped_mm|_(scaled_dot_product|efficient)_\w*attention\w*)"
     r"|bitsandbytes::(gemm_4bit|gemv_4bit|int8_linear_matmul|int8_scaled_mm|int8_mixed_scaled_mm)"
-    r"|llama_ft::(lora_linear|lora_experts|attention_in_blocks)"
+    r"|llama_ft::(lora_linear|lora_experts|grouped_matmul|attention_in_blocks)"
     r"|torch_attn::_varlen_attn"
     r"|\w*flash_attn\w*::\w*(forward|fwd)\w*"
 )
@@ -49,6 +51,11 @@ def checkpoint_activations(built: BuiltModel, train: TrainConfig) -> None:
     # Transformers makes the embedding's output require gradients, which only reentrant
     # checkpointing needs.
     model.disable_input_require_grads()
+    if any(map(is_experts, model.modules())):
+        for module in model.modules():
+            checkpoint = vars(module).get("_gradient_checkpointing_func")
+            if checkpoint is not None:
+                module._gradient_checkpointing_func = partial(checkpoint_with_reads, checkpoint)  # type: ignore[assignment]
     if built.mixers is not None:
         built.mixers.keep_samples_for_recomputation()
 
