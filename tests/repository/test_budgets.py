@@ -21,8 +21,9 @@ EXTENSIONS = [file.parent for file in SOURCE.glob("extensions/*/__init__.py")]
 LONGEST_FILE = 600  # lines
 LONGEST_FUNCTION = 65  # lines, with its docstring
 MOST_PARAMETERS = 6  # without self and cls
-# Functions with more. Four of them are operators of LoRA, whose tensors autograd needs one by one.
-MOST_WITH_MORE_PARAMETERS = 6
+# Functions with more. Four of them are operators of LoRA, whose tensors autograd needs one by one, and
+# two are kernels in Triton, which take numbers and addresses only.
+MOST_WITH_MORE_PARAMETERS = 8
 MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
@@ -45,7 +46,9 @@ TOKENS = {
     "extensions/store": 9900,
     "inference": 8800,  # requests to servers and which weights they have, for rollouts, too
     "libraries": 2600,
-    "models": 65_000,  # tiled MLPs, shared sequences with images or compiled layers, units kept for an answer
+    # experts without torch's kernel, kernels in Triton, attention with sinks; before: tiled MLPs, shared
+    # sequences with images or compiled layers, units kept for an answer
+    "models": 71_400,
     "observe": 12_600,
     "plan": 24_000,  # --longest with ranks (8xh100), plans of a search that share headers; loops over chunks
     "run": 9300,

@@ -5,7 +5,7 @@ A kernel computes attention o without the sink, and l, the log-sum-exp of each t
 
     L = log(e^l + e^s)        y = e^(l - L) o        ds = sum over tokens of -e^(s - L) (g . y)
 
-The kernel's backward pass gets y and L in the place of o and l. From L it computes the softmax with the
+The kernel's backward pass gets y and L instead of o and l. From L it computes the softmax with the
 sink, and from g . y the sum that its derivative needs. So it returns the gradients of query, key and
 value, without a change.
 """
