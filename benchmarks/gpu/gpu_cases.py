@@ -102,24 +102,33 @@ METHODS = {
     "LoRA, evaluation": Method("", [*LORA, "--validation", "0.2", "--eval_steps", "2"]),
 }
 EXPERTS = ["--target_parameters", "mlp.experts.gate_up_proj,mlp.experts.down_proj"]
+LORA_ON_EXPERTS = [
+    "--use_peft",
+    "--target_modules",
+    "q_proj,o_proj",
+    "--lora_dropout",
+    "0",
+    *EXPERTS,
+]
+MUON = f"{REPOSITORY / 'examples' / 'muon.py'}:muon"
 FURTHER = {
     "KTO": Method("", [*LORA, "--objective", "kto"], 2e-2, "rated"),
     "ORPO": Method("", [*LORA, "--objective", "orpo"], 2e-2, "pairs"),
     "reward model": Method("", [*LORA, "--objective", "reward"], 2e-2, "pairs"),
     "distillation": Method("", [*LORA, "--objective", "distill", "--distill_top_k", "8"], 2e-2),
     "scored answers": Method("", [*LORA, *SCORED], samples="answers"),
-    "gpt-oss, LoRA on experts": Method("gpt_oss", [*LORA, *EXPERTS]),
+    "gpt-oss, LoRA on experts": Method("gpt_oss", LORA_ON_EXPERTS),
     "Falcon-H1": Method("falcon_h1", LORA),
     "FP8 as stored": Method("FP8", [*LORA, *AS_STORED]),
     "FP8 as stored, checkpointing": Method(
         "FP8", [*LORA, *AS_STORED, "--activation_checkpointing", "full"]
     ),
-    "MXFP4 as stored": Method("MXFP4", [*LORA, *AS_STORED, *EXPERTS]),
+    "MXFP4 as stored": Method("MXFP4", [*LORA_ON_EXPERTS, *AS_STORED]),
     "images": Method("images", LORA, samples="chats"),
     "images, projector": Method("images", [*LORA, "--train_vision", "projector"], samples="chats"),
     "nf4, double_quant": Method("", [*LORA, *NF4, "--double_quant"]),
     "groups": Method("", [*LORA, "--groups", "[{match: lora_A, lr: 0.1x}]"]),
-    "Muon": Method("", ["--optimizer", f"{REPOSITORY / 'examples' / 'muon.py'}:muon"]),
+    "Muon": Method("", ["--precision", "bf16_pure", "--optimizer", MUON]),
 }
 COMPILED = {  # on a GPU: name -> base of METHODS or CASES, and its additional flags
     "LoRA, compiled": ("LoRA", ["--compile"]),
@@ -281,7 +290,7 @@ def waits(bench: Bench) -> Iterator[Row]:
     expected, toggle = "none", "fail at waits"
     if not has_kernel:
         expected, toggle = "one per layer", "fail over 4 waits"
-    experts = [*_method_flags(bench, METHODS["MoE, LoRA"]), *EXPERTS, *common]
+    experts = [*bench.tiny("qwen3_moe"), *LORA_ON_EXPERTS, *common]
     yield from _waiting(bench, {"waits, experts": experts}, expected, toggle)
     images = [*_method_flags(bench, FURTHER["images"]), *common]
     yield from _waiting(bench, {"waits, images": images}, "at most 3", "fail over 3 waits")
