@@ -35,7 +35,7 @@ def units_kept_if_they_fit(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     """In the block, units of a sharded model stay unsharded after their first forward pass, if all of
     them fit into free memory. All ranks call it together. `free_unsharded` must follow."""
     units = [module for module in model.modules() if module in _resharded]
-    if not units or not _fit(_unsharded_bytes[model], ranks):
+    if not units or not _fit(_unsharded_bytes.get(model, math.inf), ranks):
         yield
         return
     try:
@@ -47,7 +47,7 @@ def units_kept_if_they_fit(model: nn.Module, ranks: Ranks) -> Iterator[None]:
             cast(FSDPModule, unit).set_reshard_after_forward(True, recurse=False)
 
 
-def _fit(nbytes: int, ranks: Ranks) -> bool:
+def _fit(nbytes: float, ranks: Ranks) -> bool:
     """Return whether tensors of so many bytes take at most SHARE_FOR_UNITS of the free memory of each
     rank."""
     least_free = ranks.all_gather_floats(_free_bytes(ranks)).min().item()
