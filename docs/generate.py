@@ -69,6 +69,7 @@ METRICS = {
     "train/loss_scale": ("", "fp16 only: the factor on the loss."),
     "train/skipped_steps": ("steps", "fp16 only: steps whose gradients overflowed. They change no weight."),
     "eval/loss": ("nats per token", "Validation loss; only in steps with an evaluation."),
+    "eval/reward": ("", "GRPO: mean reward of answers to held-out prompts; `eval/loss` is minus that."),
     "eval/score": ("", "With `--score`: the mean score of generated answers."),
     "eval/pass_at_<k>": ("share", "With `--score_answers`: the estimate of pass@k, for 1, 2, 4 and so on."),
     "eval/<name>/loss": (

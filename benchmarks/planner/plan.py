@@ -6,7 +6,8 @@ A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, wi
 activation checkpointing, on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO and
 KTO: 60 runs of recipes/finetuning.py under torchrun, with 2 steps and a checkpoint each. Sequences
 are full, and all of their tokens are in the loss. 3 more runs are LoRA on the experts of a random
-Qwen3-MoE, and 24 have samples with two images, of a random Qwen2.5-VL.
+Qwen3-MoE, 24 have samples with two images, of a random Qwen2.5-VL, and 4 are GRPO, whose model
+generates before each step.
 
 The measured value is the peak of tensors on the rank with the highest memory, from the construction
 of the model to the
@@ -65,6 +66,17 @@ PREFERENCES = {
     "kto_full": ["--objective", "kto"],
     "kto_lora": ["--objective", "kto", "--use_peft"],
 }
+# its model generates answers before each step
+GRPO = {
+    "grpo_full": ["--objective", "grpo"],
+    "grpo_lora": ["--objective", "grpo", "--use_peft"],
+}
+GRPO_FLAGS = ["--num_generations", 4, "--prompts_per_step", 4, "--generate_batch_size", 16]
+ANSWER_SHARE = 2  # an answer has at most the second half of a sequence
+REWARD = """
+def score(prompt, answer, sample):
+    return len(set(answer))
+"""
 EXPERTS = {"experts_lora": ["--use_peft", "--target_modules", "all-linear", "--lora_dropout", "0"]}
 MICRO_BATCH = 2
 # of a random Qwen2.5-VL, whose samples have two images
@@ -96,7 +108,7 @@ class Case:
     """One run.
 
     Attributes:
-        method: a key of METHODS, PREFERENCES, EXPERTS or IMAGES.
+        method: a key of METHODS, PREFERENCES, GRPO, EXPERTS or IMAGES.
         checkpointing: off or full.
         ranks: processes.
         length: tokens of a pack.
@@ -125,9 +137,14 @@ class Case:
             samples = "pairs"
         elif self.method in IMAGES:
             samples = "images"
+        elif self.method in GRPO:
+            samples = "prompts"
         flags += [folder / f"{samples}-{self.length}.jsonl"]
         flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000]
-        flags += {**METHODS, **PREFERENCES, **EXPERTS, **IMAGES}[self.method]
+        flags += {**METHODS, **PREFERENCES, **GRPO, **EXPERTS, **IMAGES}[self.method]
+        if self.method in GRPO:
+            flags += ["--reward", f"{folder}/reward.py:score", *GRPO_FLAGS]
+            flags += ["--max_completion_length", self.length // ANSWER_SHARE]
         flags += [
             "--precision",
             "bf16_mixed",
@@ -158,6 +175,7 @@ CASES = [
     for checkpointing in ("off", "full")
     for length in LENGTHS
 ] + [Case(method, "off", ranks, LENGTHS[-1]) for ranks in RANKS for method in PREFERENCES]
+CASES += [Case(method, "off", ranks, LENGTHS[-1]) for ranks in RANKS[:2] for method in GRPO]
 CASES += [Case(method, "off", ranks, LENGTHS[0]) for ranks in RANKS for method in EXPERTS]
 CASES += [
     Case(method, checkpointing, ranks, LENGTHS[-1])
@@ -202,8 +220,12 @@ def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> Non
             responses = {"chosen": "c" * (length - 2), "rejected": "r" * (length - 2)}
             pairs.append({"prompt": chr(ord("A") + number), **responses})
             rows.append({"input_ids": [(number + place) % 256 for place in range(length)]})
+        longest = length - length // ANSWER_SHARE
+        prompts = [{"prompt": "p" * (longest - number % 2)} for number in range(8)]
+        write_json_lines(folder / f"prompts-{length}.jsonl", prompts)
         write_json_lines(folder / f"pairs-{length}.jsonl", pairs)
         write_json_lines(folder / f"rows-{length}.jsonl", rows)
+    (folder / "reward.py").write_text(REWARD)
     write_images(folder, hidden, layers)
 
 

@@ -49,6 +49,7 @@ class ObjectiveEntry:
         loss_types: values of `--loss_type`; the first one is its default.
         samples_per_step: setting that says how many samples a step has, over all ranks. Empty: they
             follow from the micro-batches.
+        steps_per_batch: setting that says how many steps one after another have the same samples.
         added_tokens: setting that says how many tokens training adds to a sample, at most.
         pads: its micro-batches are padded; `--batching_strategy packing` becomes padding.
         folder: directory in that of a run which it writes before the first checkpoint; a run that is
@@ -65,6 +66,7 @@ class ObjectiveEntry:
     other_names: str = ""
     loss_types: tuple[str, ...] = ()
     samples_per_step: str = ""
+    steps_per_batch: str = ""
     added_tokens: str = ""
     pads: bool = False
     folder: str = ""

@@ -2,7 +2,7 @@
 
 from typing import Literal, Protocol, get_args
 
-Phase = Literal["load", "forward", "backward", "optimizer step", "evaluation", "save"]
+Phase = Literal["load", "generation", "forward", "backward", "optimizer step", "evaluation", "save"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 MemoryCategory = Literal[

@@ -114,12 +114,17 @@ TEMPORARY_FILE = re.compile(r"\.[\w.]+\.\d+\.tmp")  # that a kill has left
 
 
 def replace_text(path: Path, text: str) -> None:
+    """Replace a text file, see `replace_bytes`."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
     """Replace a file in one move, so that readers never see a part of it. Several processes may do
     that at once."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with aside.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut may leave an empty file
         os.replace(aside, path)

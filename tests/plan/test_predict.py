@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 from llama_ft.config import TrainConfig
 from llama_ft.extensions.images.planned_images import PlannedImages
 from llama_ft.models import BuiltModel, checkpoint_activations
+from llama_ft.plan.duration import generation_seconds
 
 VOCABULARY = 1000
 HIDDEN = 64
@@ -199,6 +200,30 @@ def test_scored_answers_are_planned_with_their_keys_and_values(
     cache = 2 * LAYERS * KEY_VALUE_HEADS * HEAD * (LENGTH + 512) * 4
     # and the activations of one layer
     assert cache < per_answer < cache + 8 * INNER * (LENGTH + 512) * 4
+
+
+def test_generated_answers_are_planned_with_their_keys_and_values(
+    plan: Plan, tmp_path: Path
+) -> None:
+    """64 answers of 96 tokens to prompts of 32, in batches of 16 or 48."""
+    model = write_llama(tmp_path / "model", max_position_embeddings=4096)
+    flags = ("--objective", "grpo", "--reward", "reward.py:score", "--max_completion_length", "96")
+    flags += ("--precision", "fp32")
+    few, many = (plan(model, 1, *FLAGS, *flags, "--generate_batch_size", n) for n in ("16", "48"))
+    cache = 2 * LAYERS * KEY_VALUE_HEADS * HEAD * LENGTH * 4
+    peaks = [sum(held(one, "generation").values()) for one in (few, many)]
+    per_answer = (peaks[1] - peaks[0]) / 32
+    # the keys and values of one layer are copied to add a token; 16 numbers per token of the vocabulary
+    assert cache < per_answer < cache + cache / LAYERS + 16 * VOCABULARY * 4
+
+    assert few.generated_tokens == 64 * 96
+    assert few.micro_batches == 64 / MICRO_BATCH
+    # on average the second half of the answer is not in the cache yet
+    read = 4 * PARAMETERS + 16 * cache * (32 + 48) / LENGTH
+    assert few.generation_bytes == pytest.approx(4 * 96 * read, rel=0.01)
+    assert few.generation_flops == pytest.approx(2 * PARAMETERS * 64 * 32, rel=0.01)
+    seconds = few.generation_bytes / (0.2 * 3350e9)
+    assert generation_seconds(few, "h100") == pytest.approx(seconds)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Plans compared with runs of the recipe whose tensors are counted; benchmarks/planner/plan.py does it for
-87 cases."""
+91 cases."""
 
 import json
 import shutil

@@ -40,7 +40,7 @@ TOKENS = {
     "extensions/images": 13_400,  # what towers need to know of images, computed on the host
     "extensions/kubeflow": 850,
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
-    "extensions/rollouts": 24_300,  # rounds, samplers, servers, rewards, conversions, GRPO, adapters for servers
+    "extensions/rollouts": 26_400,  # rounds, samplers, servers and their adapters, rewards, conversions, GRPO, its plan
     "extensions/scores": 2200,
     "extensions/serving": 17_600,  # rules of edited adapters and probes, and of quantized bases
     "extensions/store": 9900,
@@ -50,10 +50,10 @@ TOKENS = {
     # sequences with images or compiled layers, units kept for an answer
     "models": 71_400,
     "observe": 12_600,
-    "plan": 24_000,  # --longest with ranks (8xh100), plans of a search that share headers; loops over chunks
+    "plan": 24_500,  # --longest with ranks (8xh100), plans of a search that share headers; generation
     "run": 9300,
     "runtime": 12_800,
-    "training": 26_900,
+    "training": 27_100,  # what objectives say of generation and of held-out prompts
 }
 # The files of the core that name images in their code. Others know media and towers, and leave the
 # rest to the extension: see data/media.py.

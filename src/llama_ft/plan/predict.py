@@ -32,6 +32,7 @@ from llama_ft.plan.types import Peak, Plan, PlannedMedia, PlanRequest, Recipe
 from llama_ft.runtime import Ranks, Target, computing_on, log_off
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 from llama_ft.runtime.sequence import share_sequences
+from llama_ft.training.objectives.base import PlannedGeneration
 from llama_ft.training.objectives.first_pass import FirstPass
 
 QUICK_LAYERS = (3, 5)
@@ -186,13 +187,10 @@ def _plan_with(
     has_media = request.media is not None
     model_config, headers = shared_headers(request, layers, with_towers=has_media)
     tracker = MemoryTracker(request.device)
-    together = recipe.build_objective(config).examples_per_sample
-    inputs = []  # with values: labels are read
+    inputs = []
     for length in lengths:
         one = dataclasses.replace(request, pack_length=length)
-        context_length = _context_length(one, model_config)
-        batches = _largest_batches(one, model_config, context_length, together)
-        inputs.append(_StepInputs(one, context_length, *batches))
+        inputs.append(_inputs_of(one, model_config, recipe.build_objective(config)))
     with _planning(request, tracker) as ranks, sampled_pieces():
         models.choose_head(model_config, config.preference.entry.has_score)
         model_request = models.ModelRequest(
@@ -236,7 +234,7 @@ def _plan_with(
             result_bytes=result_bytes,
             tokens=step.tokens,
             is_quick=layers is not None,
-            step_flops=step.flops,
+            **_costs(step),
             **_memory(request, step, saved_bytes, pinned_excess),
         )
         plans.append(plan)
@@ -263,13 +261,29 @@ class _StepInputs(NamedTuple):
     validation: Batch | None
 
 
+def _inputs_of(
+    request: PlanRequest, model_config: PretrainedConfig, objective: training.Objective
+) -> _StepInputs:
+    """Return the largest micro-batches for the length of a request. They have values: labels are
+    read."""
+    context_length = _context_length(request, model_config)
+    longest = min(context_length, request.longest_example or context_length)
+    share = min(request.target_share, objective.most_target_share(longest))
+    request = dataclasses.replace(request, target_share=share)
+    together = objective.examples_per_sample
+    batches = _largest_batches(request, model_config, context_length, together)
+    return _StepInputs(request, context_length, *batches)
+
+
 class _PlannedStep(NamedTuple):
     """What was counted in a planned step and evaluation."""
 
     tokens: int
+    micro_batches: int
     flops: int
     peaks: dict[Phase, Peak]  # with that of loading
     host_activation_bytes: int  # offloaded
+    generation: PlannedGeneration | None
 
 
 def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
@@ -281,9 +295,13 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
     waiting = _without_values(batch, config, request.device)
     if validation is not None:
         _without_values(validation, config, "cuda")
-    step_flops = _step_flops(config, built.model, batch, request.target_share)
+    count = objective.micro_batches(request.data_size)
+    step_flops = _step_flops(config, built.model, batch, request.target_share, count)
+    longest = min(context_length, request.longest_example or context_length)
+    generation = objective.plan_generation(built, longest, ranks, tracker)
     loop = training.LoopState(config, training.TrainState(config.train).scale, None, tracker)
-    step = _step_of(batch, config)
+    planned = [batch] * min(count, PLANNED_MICRO_BATCHES)
+    step = StepBatches(batches=planned, target_tokens=1, samples=1)
     outcome = recipe.train_step(built, objective, optimizer, step, loop, ranks)
     losses = outcome.losses  # they exist during an evaluation
     del outcome
@@ -294,7 +312,22 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
     if validation is not None and config.train.score:
         _answer(request, built.model, context_length, tracker)
     del waiting
-    return _PlannedStep(batch.tokens, step_flops, tracker.peaks, tracker.most_offloaded_bytes)
+    return _PlannedStep(
+        batch.tokens, count, step_flops, tracker.peaks, tracker.most_offloaded_bytes, generation
+    )
+
+
+def _costs(step: _PlannedStep) -> dict[str, Any]:
+    """Return the fields of a plan about computing and generation."""
+    costs = {"step_flops": step.flops, "micro_batches": step.micro_batches}
+    generation = step.generation
+    if generation is None:
+        return costs
+    return costs | {
+        "generated_tokens": generation.tokens,
+        "generation_flops": generation.flops,
+        "generation_bytes": generation.read_bytes,
+    }
 
 
 def _context_length(request: PlanRequest, model_config: PretrainedConfig) -> int:
@@ -332,11 +365,6 @@ def _without_values(batch: Batch, config: Config, device: str) -> list[torch.Ten
         return []
     steps = STEPS_AHEAD + 1 if device == "cpu" else 0
     return batch.media.without_values(steps * config.train.gradient_accumulation_steps)
-
-
-def _step_of(batch: Batch, config: Config) -> StepBatches:
-    count = min(config.train.gradient_accumulation_steps, PLANNED_MICRO_BATCHES)
-    return StepBatches(batches=[batch] * count, target_tokens=1, samples=1)
 
 
 def _build_optimizer(
@@ -389,9 +417,11 @@ def _answer(
     model.train()
 
 
-def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_share: float) -> int:
-    """Return the FLOPs of one rank's optimizer step. Selective activation checkpointing recomputes
-    no matmuls."""
+def _step_flops(
+    config: Config, model: PreTrainedModel, batch: Batch, target_share: float, count: int
+) -> int:
+    """Return the FLOPs of one rank's optimizer step of `count` micro-batches. Selective activation
+    checkpointing recomputes no matmuls."""
     formula = flop_formula(model)
     train = config.train
     shares = {"full": 1.0, "every_k": 1 / train.activation_checkpointing_k}
@@ -399,7 +429,7 @@ def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_sha
     lengths = batch.example_lengths
     once = sum(formula.of(lengths, round(batch.tokens * target_share)))
     again = recomputed_share * formula.recomputed(lengths)
-    whole = (once + again) * train.gradient_accumulation_steps
+    whole = (once + again) * count
     return round(whole / config.fsdp.sequence_parallel_size)
 
 
@@ -512,6 +542,8 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
         "result_bytes",
         "reserved_bytes",
         "step_flops",
+        "generation_flops",
+        "generation_bytes",
     )
     numbers = dict[str, Any]()
     for field in names:

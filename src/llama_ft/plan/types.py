@@ -125,6 +125,10 @@ class Plan:
     tokens: int  # per micro-batch of a data rank
     is_quick: bool  # extrapolated from two models with few layers
     step_flops: int = 0  # of an optimizer step, with recomputation by activation checkpointing
+    micro_batches: int = 1  # of a data rank in an optimizer step
+    generated_tokens: int = 0  # in an optimizer step, all ranks together, at most
+    generation_flops: int = 0  # of a rank for the prompts of a step
+    generation_bytes: int = 0  # that a rank reads to generate the answers of a step
     teacher_bytes_per_token: int = 0  # of the file of --objective distill, per loss token
     teacher_bytes: int = 0  # of all of that file; 0 if the data are unknown
     sequence_size: int = 1  # ranks that share each packed sequence

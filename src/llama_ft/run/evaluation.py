@@ -49,20 +49,21 @@ class Evaluation:
         with a name."""
         settings = run.config.train
         layout = dataclasses.replace(run.batches.layout, micro_batch=settings.val_batch_size)
-        sums = {
-            name: training.loss_sums(
+        sums = {}
+        for name, samples in run.dataset.validations.items():
+            own = objective.validation(name, run.built)
+            sums[name] = own or training.loss_sums(
                 run.built, objective, samples, layout, settings.max_eval_step, run.ranks
             )
-            for name, samples in run.dataset.validations.items()
-        }
         scores = self._score(run, step)
         losses = training.together(sums.values()).count
         answers = sum(score.count for score in scores.values())
-        evaluated = {"losses": losses, "of_tokens": objective.counts_tokens, "answers": answers}
+        of_tokens = objective.counts_tokens and not objective.measures_reward
+        evaluated = {"losses": losses, "of_tokens": of_tokens, "answers": answers}
         if evaluated != self._evaluated:
             self._evaluated = evaluated
             run.facts.add(evaluated=evaluated)
-        metrics = training.evaluation_metrics(sums, scores, objective.counts_tokens)
+        metrics = training.evaluation_metrics(sums, scores, of_tokens)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def _score(self, run: TrainingRun, step: int) -> dict[str, SetScore]:

@@ -34,6 +34,9 @@ def score(prompt, answer, sample):
 
 def letters(prompt, answer, sample):
     return sum(letter.islower() and letter.isascii() for letter in answer) / 8
+
+def number(prompt, answer, sample):
+    return sample["id"] / 10
 """
 LONGEST = 8
 # name -> flags, which the loop reads, too
@@ -45,8 +48,19 @@ VARIANTS = {
         "mask_truncated_completions": "true",
     },
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "equal_groups": "drop"},
+    "twice": {
+        "num_iterations": "2",
+        "epsilon": "0.001",
+        "epsilon_high": "0.002",
+        "kl_beta": "0.1",
+        "temperature": "0.7",
+    },
 }
 LEARNING_RATE = 0.5
+UPDATES = 3
+HELD_OUT = (20, 40, 90)  # numbers of prompts in a file of their own
+# five rounds of three steps each, but the last one of one step
+WHOLE = {"lr": 0.01, "num_iterations": UPDATES, "save_steps": 5, "max_train_step": 13}
 
 
 class Job:
@@ -98,14 +112,17 @@ def sgd(**settings: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
-    """Each variant for one step and for two, one that learns, and one that is not interrupted."""
+    """Each variant for one step and for two, and runs that are not interrupted, reach a limit, have
+    held-out prompts, and learn."""
     one = Job(tmp_path_factory.mktemp("grpo"), tiny_model)
     cases = []
     for name, settings in VARIANTS.items():
         for steps in (1, 2):
             cases.append(one.flags(f"{name}-{steps}", **sgd(**settings, max_train_step=steps)))
-    cases.append(one.flags("whole", lr=0.01, save_steps=2, max_train_step=5))
+    cases.append(one.flags("whole", **WHOLE))
     cases.append(one.flags("limited", lr=0.01, max_train_step=5, max_generated_tokens=100))
+    held_out = {"reward": f"{one.folder}/reward.py:number", "validation": 0.3, "num_epochs": 1}
+    cases.append(one.flags("held_out", **held_out))
     learning = {"reward": f"{one.folder}/reward.py:letters", "num_generations": 16, "lr": 0.1}
     cases.append(one.flags("learning", **learning, num_epochs=4))
     run_cases(one.folder, cases)
@@ -121,6 +138,10 @@ def of_two_ranks(job: Job) -> Job:
         if name == "dapo":
             settings["enable_fsdp"] = "true"
         cases.append(job.flags(f"{name}-ranks", **settings))
+    write_jsonl(job.folder / "held_out.jsonl", [{"prompt": f"Say {n}", "id": n} for n in HELD_OUT])
+    held_out = {"validation": job.folder / "held_out.jsonl", "num_generations_eval": 2}
+    reward = f"{job.folder}/reward.py:number"
+    cases.append(job.flags("held_out-ranks", reward=reward, max_train_step=1, **held_out))
     run_cases(job.folder, cases, ranks=2)
     return job
 
@@ -141,6 +162,8 @@ def by_hand(model: PeftModel, rollouts: Round, settings: dict[str, str]) -> torc
     """The loss of a round, one answer after another."""
     kind = settings.get("loss_type", "dapo")
     temperature = float(settings.get("temperature", 1))
+    lowest = 1 - float(settings.get("epsilon", 0.2))
+    highest = 1 + float(settings.get("epsilon_high", 0.2))
     beta = float(settings.get("kl_beta", 0))
 
     def log_probabilities(prompt: list[int], answer: Answer) -> torch.Tensor:
@@ -162,13 +185,16 @@ def by_hand(model: PeftModel, rollouts: Round, settings: dict[str, str]) -> torc
             new = log_probabilities(prompt.token_ids, answer)
             with torch.no_grad(), model.disable_adapter():
                 reference = log_probabilities(prompt.token_ids, answer)
-            ratio = (new - new.detach()).exp()
+            # before step 1 the new adapter is zero
+            old = reference if "num_iterations" in settings else new.detach()
+            ratio = (new - old).exp()
             if settings.get("importance_sampling_level") == "sequence":
-                ratio = (new - new.detach()).mean().exp().expand(len(new))
+                ratio = (new - old).mean().exp().expand(len(new))
             sampled = torch.from_numpy(answer.logprobs.copy()).double()
-            weight = math.exp(float((new.detach().double() - sampled).sum()))
+            weight = math.exp(float((old.double() - sampled).sum()))
             divergence = (reference - new).exp() - (reference - new) - 1
-            losses = -ratio * advantage * weight + beta * ratio * divergence
+            gain = torch.min(ratio * advantage, ratio.clamp(lowest, highest) * advantage)
+            losses = -gain * weight + beta * ratio * divergence
             divisor = {"dapo": 1, "grpo": len(new), "dr_grpo": LONGEST}[kind]
             total = total + losses.sum() / divisor
     return total / (tokens if kind == "dapo" else answers)
@@ -180,11 +206,12 @@ def adapter(job: Job, output: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradients_are_those_of_a_loop_over_the_stored_round(job: Job, name: str) -> None:
-    """Of step 2, whose adapter is not zero: that of a run of one step."""
+    """Of step 2, whose adapter is not zero: that of a run of one step. With several steps per round
+    it is the second one on round 1."""
     settings = VARIANTS[name]
     base = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(job.folder / f"{name}-1/model"), is_trainable=True)
-    rollouts = job.round(f"{name}-2", 2)
+    rollouts = job.round(f"{name}-2", 1 if name == "twice" else 2)
     expected = by_hand(model, rollouts, settings)
     expected.backward()
     found = series(job.folder / f"{name}-2", "train/loss")
@@ -204,9 +231,9 @@ def test_two_ranks_have_the_losses_and_rounds_of_one(of_two_ranks: Job, name: st
     job = of_two_ranks
     one = series(job.folder / f"{name}-2", "train/loss")
     assert series(job.folder / f"{name}-ranks", "train/loss") == pytest.approx(one, abs=1e-6)
-    for step in (1, 2):
-        answers = [answer.token_ids.tolist() for answer in flat(job.round(f"{name}-2", step))]
-        theirs = [answer.token_ids.tolist() for answer in flat(job.round(f"{name}-ranks", step))]
+    for number in (1,) if name == "twice" else (1, 2):
+        answers = [answer.token_ids.tolist() for answer in flat(job.round(f"{name}-2", number))]
+        theirs = [answer.token_ids.tolist() for answer in flat(job.round(f"{name}-ranks", number))]
         assert theirs == answers
 
 
@@ -216,9 +243,9 @@ def flat(rollouts: Round) -> list[Answer]:
 
 def test_metrics_have_the_mean_rewards_of_each_round(job: Job) -> None:
     lines = metrics(job.folder / "whole")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines] == [*range(1, 14)]
     for line in lines:
-        answers = flat(job.round("whole", line["step"]))
+        answers = flat(job.round("whole", math.ceil(line["step"] / UPDATES)))
         totals = [answer.total for answer in answers if answer.total is not None]
         assert line["train/reward"] == pytest.approx(statistics.mean(totals))
         for name in ("letters", "short"):
@@ -234,11 +261,19 @@ def test_metrics_have_the_mean_rewards_of_each_round(job: Job) -> None:
         assert line["train/sampler/kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_each_round_is_of_the_prompts_and_weights_of_its_step(job: Job) -> None:
-    rounds = [job.round("whole", step) for step in range(1, 6)]
+def test_each_round_is_of_the_prompts_and_weights_before_its_first_step(job: Job) -> None:
+    rounds = [job.round("whole", number) for number in range(1, 6)]
     seen = sorted(prompt.index for one in rounds for prompt in one.prompts)
     assert seen == list(range(15))  # an epoch
     assert len({one.facts.policy["checksum"] for one in rounds}) == 5
+    epochs = [line["epoch"] for line in metrics(job.folder / "whole")]
+    assert epochs == pytest.approx([step / 15 for step in range(1, 14)])
+
+
+def test_later_steps_on_a_round_are_clipped(job: Job) -> None:
+    first, second = series(job.folder / "twice-2", "train/policy/clipped")
+    assert first == 0
+    assert 0 < second < 1
 
 
 def test_a_run_ends_after_the_step_that_reaches_the_limit_of_tokens(job: Job) -> None:
@@ -252,15 +287,36 @@ def test_a_run_ends_after_the_step_that_reaches_the_limit_of_tokens(job: Job) ->
     assert facts["stopped_early"] == "max_generated_tokens 100 is reached"
 
 
+def test_the_reward_of_held_out_prompts_is_measured(job: Job) -> None:
+    """Their reward is their number. A fraction is not trained on."""
+    rounds = [
+        job.round("held_out", int(line["step"])) for line in metrics(job.folder / "held_out")[1:]
+    ]
+    trained = {prompt.sample["id"] for one in rounds for prompt in one.prompts}
+    held_out = set(range(15)) - trained
+    assert held_out
+    expected = statistics.mean(held_out) / 10
+    lines = metrics(job.folder / "held_out")
+    assert [line["eval/reward"] for line in (lines[0], lines[-1])] == pytest.approx([expected] * 2)
+    assert lines[-1]["eval/loss"] == pytest.approx(-expected)
+    assert "eval/perplexity" not in lines[-1]
+
+
+def test_ranks_share_the_prompts_of_a_validation_file(of_two_ranks: Job) -> None:
+    rewards = series(of_two_ranks.folder / "held_out-ranks", "eval/reward")
+    assert rewards == pytest.approx([statistics.mean(HELD_OUT) / 10] * 2)
+
+
 def test_a_verifiable_reward_rises(job: Job) -> None:
     rewards = series(job.folder / "learning", "train/reward")
     assert statistics.mean(rewards[-4:]) > statistics.mean(rewards[:4]) + 0.1
 
 
 def test_a_killed_run_replays_its_rounds_and_ends_with_the_same_bytes(job: Job) -> None:
-    """It is killed while the answers of step 4 are scored. The newest checkpoint is of step 2: the
-    round of step 3 is read, and that of step 4 is only scored."""
-    flags = job.flags("killed", lr=0.01, save_steps=2, max_train_step=5, resume="auto")
+    """It is killed while the answers of round 4 are scored, before step 10. The newest checkpoint is
+    of step 5, the second one on round 2: this round and round 3 are read, and round 4 is only
+    scored."""
+    flags = job.flags("killed", **WHOLE, resume="auto")
     folder = job.folder / "killed"
     killed = forked(RECIPE, *flags, KILLED_IN=str(folder))
     assert killed.exit_code != 0
@@ -270,9 +326,10 @@ def test_a_killed_run_replays_its_rounds_and_ends_with_the_same_bytes(job: Job) 
 
     resumed = forked(RECIPE, *flags)
     assert resumed.exit_code == 0, resumed.output
-    assert "1 round of the steps after 2 on disk" in resumed.output
+    assert "1 round of the steps after 5 on disk" in resumed.output
     assert "round 4: its answers are on disk, and are only scored" in resumed.output
-    assert {path: path.stat().st_mtime_ns for path in times} == times
+    kept = {path: time for path, time in times.items() if path.name != "old-logprobs.safetensors"}
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert job.content("killed") == job.content("whole")
 
 
@@ -281,12 +338,11 @@ def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:
     finished = forked(RECIPE, *accumulating)
     assert finished.exit_code == 2, finished.output
     assert "--gradient_accumulation_steps has no effect with objective grpo" in finished.output
-    settings = {"reward": None, "use_peft": "false", "kl_beta": 0.1, "validation": 0.5}
+    settings = {"reward": None, "use_peft": "false", "kl_beta": 0.1}
     finished = forked(RECIPE, *job.flags("bad", **settings))
     assert finished.exit_code == 2, finished.output
     assert "--reward is needed" in finished.output
     assert "--kl_beta: the reference is the model with its adapter off" in finished.output
-    assert "--validation: this objective has no validation loss" in finished.output
     assert not (job.folder / "bad").exists()
 
 

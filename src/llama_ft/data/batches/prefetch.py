@@ -42,6 +42,7 @@ class PreparedBatches:
         plan: chooses the samples of each step.
         num_epochs: passes over the samples.
         max_train_step: maximum number of optimizer steps; 0 = no limit.
+        repeats: steps one after another that have the same samples.
     """
 
     def __init__(
@@ -50,13 +51,16 @@ class PreparedBatches:
         plan: BatchSampler,
         num_epochs: int,
         max_train_step: int,
+        repeats: int = 1,
     ) -> None:
         self._samples = samples
         self._plan = plan
         self.layout = plan.layout
         # packed sequences, or samples, per epoch
         self.size = len(plan)
-        all_steps = plan.steps_per_epoch * num_epochs
+        self._repeats = repeats
+        self._per_epoch = plan.steps_per_epoch * repeats
+        all_steps = self._per_epoch * num_epochs
         self.total_steps = min(all_steps, max_train_step or all_steps)
 
     def first_samples(self) -> Dataset:
@@ -67,17 +71,18 @@ class PreparedBatches:
         """Return a log line about the batches and the number of steps."""
         item = "packed sequence" if self.layout.is_packed else "sample"
         batch = plural(self._plan.global_batch, item)
-        steps = f"{plural(self.total_steps, 'optimizer step')} of {batch}, {self._plan.steps_per_epoch:,} per epoch"
+        steps = f"{plural(self.total_steps, 'optimizer step')} of {batch}, {self._per_epoch:,} per epoch"
         return f"{self._plan.describe()}\n{steps}"
 
     def steps(self, first: int, last: int, _: dict[str, int]) -> Generator[StepBatches, None, None]:
         """Yield the steps `first` to `last`, counted from 1, both included."""
         plan = self._plan
-        per_epoch = plan.steps_per_epoch
+        per_epoch = self._per_epoch
         for step in range(first, last + 1):
             epoch, step_in_epoch = divmod(step - 1, per_epoch)
-            target_tokens, samples = plan.counts(epoch, step_in_epoch)
-            micro_batches = plan.step(epoch, step_in_epoch)
+            place = step_in_epoch // self._repeats
+            target_tokens, samples = plan.counts(epoch, place)
+            micro_batches = plan.step(epoch, place)
             yield StepBatches(
                 step=step,
                 epoch=epoch,

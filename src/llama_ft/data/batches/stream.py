@@ -21,6 +21,7 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from llama_ft.config import Config
+from llama_ft.config.settings.settings import values_of
 from llama_ft.data.batches.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.batches.sampler import BatchLayout, BatchSampler, collate_step, combine_seeds
 from llama_ft.data.media import Media
@@ -323,4 +324,7 @@ def plan_training(
     assert data.train is not None  # either train or stream is set
     train = config.train
     plan = BatchSampler.of(data.train, layout, global_batch=global_batch, seed=train.seed)
-    return PreparedBatches(data.train, plan, train.num_epochs, train.max_train_step)
+    repeats = 1
+    if name := config.preference.entry.steps_per_batch:
+        repeats = values_of(config)[name]
+    return PreparedBatches(data.train, plan, train.num_epochs, train.max_train_step, repeats)

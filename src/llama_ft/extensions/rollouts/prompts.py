@@ -4,7 +4,6 @@ sample for fine-tuning, whose response is only for rewards."""
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +13,7 @@ from llama_ft.data import cache_dir, check_ids
 from llama_ft.data.read.formats import BadSample, Sample, prompt_of, tools_of
 from llama_ft.data.read.media import have_media
 from llama_ft.data.read.reshape import reshaped
-from llama_ft.data.read.sources import open_source
+from llama_ft.data.read.sources import Split, open_source
 from llama_ft.data.read.values import RenamedSample, in_own_names
 from llama_ft.data.tokenize.prompt_tokens import PromptFormat, chat_prompt, text_prompt
 from llama_ft.errors import UserError, plural
@@ -77,12 +76,19 @@ class DatasetPrompts(NamedTuple):
         return list(self.by_place.values())
 
 
-def read_dataset(config: DataConfig, tokens: PromptTokens) -> DatasetPrompts:
+def read_dataset(
+    config: DataConfig,
+    tokens: PromptTokens,
+    dataset: str | None = None,
+    split: Split = "train",
+) -> DatasetPrompts:
     """Read all prompts of a dataset.
 
     Args:
         config: dataset, dataset_split, columns, max_samples and skip_bad_rows.
         tokens: makes their tokens.
+        dataset: other data, such as a validation set; None: those of `config`.
+        split: what they are for.
 
     Raises:
         UserError: the dataset cannot be read, has no prompts, or bad samples are not skipped.
@@ -90,7 +96,16 @@ def read_dataset(config: DataConfig, tokens: PromptTokens) -> DatasetPrompts:
     digest = hashlib.sha256()
     prompts = dict[str, Prompt]()
     bad = list[str]()
-    for index, (place, sample) in enumerate(_samples(config, tokens)):
+    source = open_source(
+        dataset or config.dataset,
+        split,
+        config=config,
+        tokenizer=tokens.tokenizer,
+        cache=cache_dir(),
+    )
+    samples = reshaped(source, config).read()
+    most = config.max_samples if split == "train" else 0
+    for index, (place, sample) in enumerate(itertools.islice(samples, most or None)):
         try:
             if isinstance(sample, BadSample):
                 raise sample
@@ -110,15 +125,6 @@ def read_dataset(config: DataConfig, tokens: PromptTokens) -> DatasetPrompts:
     if not prompts:
         raise UserError(f"--dataset {config.dataset}: holds no prompts.")
     return DatasetPrompts(prompts, digest.hexdigest())
-
-
-def _samples(config: DataConfig, tokens: PromptTokens) -> Iterator[tuple[str, Sample | BadSample]]:
-    """Yield the samples with their places."""
-    source = open_source(
-        config.dataset, "train", config=config, tokenizer=tokens.tokenizer, cache=cache_dir()
-    )
-    samples = reshaped(source, config).read()
-    return itertools.islice(samples, config.max_samples or None)
 
 
 def _prompt(index: int, sample: Sample, given: Sample, tokens: PromptTokens) -> Prompt:

@@ -156,7 +156,7 @@ class OwnSampler:
         longest = self._longest(own_prompts[0])
         token_ids = [prompt.token_ids for prompt in own_prompts]
         arguments = prompt_arguments(self._model, token_ids, None, self._ranks.device)
-        choose = _ChooseTokens(seeds, longest, self._sampling, arguments["input_ids"])
+        choose = ChooseTokens(seeds, longest, self._sampling, arguments["input_ids"])
         is_sharded = self._ranks.shard.size > 1
         self._model.generate(  # type: ignore[operator]  # a mixin's method
             **arguments,
@@ -176,7 +176,7 @@ class OwnSampler:
         return answers
 
 
-class _ChooseTokens:
+class ChooseTokens:
     """Chooses the next token of each answer, as a logits processor of `generate`: all others get
     -inf.
 
@@ -187,6 +187,7 @@ class _ChooseTokens:
         prompt_ids: [answers, prompt tokens]
 
     Attributes:
+        width: tokens of the prompts, with padding.
         tokens: of each step, int64 [answers]; also after the end of an answer.
         logprobs: of these tokens in the distribution, float32.
     """
@@ -197,7 +198,7 @@ class _ChooseTokens:
         rows = [numpy.random.Generator(numpy.random.Philox(seed)).random(longest) for seed in seeds]
         self._uniforms = torch.from_numpy(numpy.stack(rows)).to(prompt_ids.device)
         self._temperature = sampling.temperature
-        self._width = prompt_ids.shape[1]
+        self.width = prompt_ids.shape[1]
         self._warpers = LogitsProcessorList()
         if sampling.top_k:
             self._warpers.append(TopKLogitsWarper(sampling.top_k))
@@ -218,7 +219,7 @@ class _ChooseTokens:
         # Inverse of the cumulative distribution, in float64: in float32 its last digits would favor
         # some of 100,000 tokens.
         cumulative = logprobs.double().exp().cumsum(dim=-1)
-        uniform = self._uniforms[:, tokens.shape[1] - self._width].unsqueeze(1)
+        uniform = self._uniforms[:, tokens.shape[1] - self.width].unsqueeze(1)
         limit = uniform * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, limit, right=True)
         chosen = chosen.clamp_max(logits.shape[-1] - 1)

@@ -41,6 +41,7 @@ except ImportError as error:
 
 CATEGORY_OF_PHASE: dict[Phase, MemoryCategory] = {
     "load": "temporaries",
+    "generation": "activations",
     "forward": "activations",
     "backward": "logits and loss",  # until it has passed the LM head
     "optimizer step": "temporaries",

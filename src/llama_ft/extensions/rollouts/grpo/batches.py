@@ -5,7 +5,7 @@ round        prompt 0: answers 0 1 2 | prompt 1: answers 0 1 2      one without 
 2 answers    rank 1: [1.0 0.1] [1.2]     global batch are, so all ranks have equally many micro-batches
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,11 +27,14 @@ class AnswerNumbers(NamedTuple):
         tokens: which tokens belong to which answer.
         advantages: float32 [answers].
         sampler_logprobs: of each token when it was sampled, float32 [tokens].
+        old_logprobs: of each token for the weights before the first step on the round, float32
+            [tokens]; None: those are the present weights.
     """
 
     tokens: Tokens
     advantages: torch.Tensor
     sampler_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,11 @@ def select(rollouts: Round, how: AnswerSelection) -> RoundAnswers:
 
 
 def make_step(
-    chosen: RoundAnswers, planned: StepBatches, layout: BatchLayout, rollouts: Round
+    chosen: RoundAnswers,
+    planned: StepBatches,
+    layout: BatchLayout,
+    rollouts: Round,
+    old: Mapping[str, torch.Tensor] | None,
 ) -> RoundStep:
     """Return this rank's micro-batches of a round, and the counts of the whole round.
 
@@ -125,6 +132,7 @@ def make_step(
         planned: the step, for its number and its place in the epoch.
         layout: of micro-batches.
         rollouts: the round.
+        old: see `AnswerNumbers.old_logprobs`; location -> those of an answer.
     """
     longest_first = sorted(
         chosen.items, key=lambda item: -item.length
@@ -133,7 +141,7 @@ def make_step(
     batches = list[Batch]()
     for start in range(0, max(1, len(longest_first)), together):
         own = longest_first[start : start + together][layout.data_rank :: layout.data_size]
-        batches.append(_collate(own, layout, rollouts.prompts[0]))
+        batches.append(_collate(own, layout, rollouts.prompts[0], old))
     tokens = sum(len(item.answer.token_ids) for item in chosen.items)
     return RoundStep(
         **{
@@ -147,7 +155,12 @@ def make_step(
     )
 
 
-def _collate(items: Sequence[_TrainedAnswer], layout: BatchLayout, first: Prompt) -> RoundBatch:
+def _collate(
+    items: Sequence[_TrainedAnswer],
+    layout: BatchLayout,
+    first: Prompt,
+    old: Mapping[str, torch.Tensor] | None,
+) -> RoundBatch:
     """Make a micro-batch. Without answers it has a few tokens of the prompt `first`, and no label: a
     rank without answers must run forward and backward, too."""
     ids = list[torch.Tensor]()
@@ -168,6 +181,9 @@ def _collate(items: Sequence[_TrainedAnswer], layout: BatchLayout, first: Prompt
         Tokens(torch.arange(len(items)).repeat_interleave(lengths), lengths),
         torch.tensor([item.advantage for item in items], dtype=torch.float32),
         torch.cat(logprobs),
+        None
+        if old is None
+        else torch.cat([torch.zeros(0), *(old[item.location] for item in items)]),
     )
     return RoundBatch(
         input_ids=pad_sequence(ids, batch_first=True, padding_value=layout.pad_token_id),

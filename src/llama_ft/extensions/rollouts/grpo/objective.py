@@ -1,8 +1,9 @@
 """Reinforcement learning from rounds of the model's own answers: GRPO and its relatives.
 
 Each optimizer step has a round: answers that the model with its weights before the step has sampled,
-and their rewards. training_rounds.py samples a round, or finds it on disk; batches.py makes
-micro-batches of it; losses.py has the losses.
+and their rewards. With --num_iterations several steps, one after another, have the same round.
+training_rounds.py samples a round, or finds it on disk; batches.py makes micro-batches of it;
+losses.py has the losses.
 """
 
 from typing import TYPE_CHECKING
@@ -33,14 +34,17 @@ from llama_ft.extensions.rollouts.grpo.losses import (
     token_weights,
 )
 from llama_ft.extensions.rollouts.grpo.mismatch import Mismatch
+from llama_ft.extensions.rollouts.grpo.planned_answers import generate_for_plan
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters.lora import adapter_off
 from llama_ft.models.computing.chunked_loss import cross_entropy
+from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training import Objective
 from llama_ft.training.objectives.base import (
     LossSum,
+    PlannedGeneration,
     target_examples,
     target_losses,
     with_token_sums,
@@ -48,6 +52,7 @@ from llama_ft.training.objectives.base import (
 
 if TYPE_CHECKING:
     from llama_ft.extensions.rollouts.grpo.training_rounds import TrainingRounds
+    from llama_ft.training.evaluation import LossSums
 
 
 class Grpo(Objective):
@@ -58,6 +63,8 @@ class Grpo(Objective):
         rounds: has the round of each step; None in a plan.
         mismatch: adds up the importance weights of a step.
     """
+
+    measures_reward = True
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
@@ -97,7 +104,29 @@ class Grpo(Objective):
             drops_equal=settings.equal_groups == "drop",
             masks_truncated=settings.mask_truncated_completions,
         )
-        return make_step(select(rollouts, how), planned, self.rounds.layout, rollouts)
+        old = self.rounds.old.by_location
+        return make_step(select(rollouts, how), planned, self.rounds.layout, rollouts, old)
+
+    def validation(self, name: str, built: BuiltModel) -> "LossSums | None":
+        """See `Objective`. The rewards of answers to held-out prompts."""
+        return None if self.rounds is None else self.rounds.validate(name, built)
+
+    def most_target_share(self, longest: int) -> float:
+        """See `Objective`. A prompt is not in the loss."""
+        return min(1.0, self._settings.max_completion_length / longest)
+
+    def micro_batches(self, data_size: int) -> int:
+        """See `Objective`."""
+        settings = self._settings
+        answers = settings.prompts_per_step * settings.num_generations
+        return -(-answers // (data_size * self.config.train.batch_size_training))
+
+    def plan_generation(
+        self, built: BuiltModel, longest: int, ranks: Ranks, memory: PhaseMonitor
+    ) -> PlannedGeneration:
+        """See `Objective`."""
+        memory.enter("generation")
+        return generate_for_plan(built.model, self._settings, longest, ranks.answering.size)
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`. It counts loss tokens or answers, see `token_weights`."""
@@ -108,7 +137,12 @@ class Grpo(Objective):
         reference = self._reference(built, batch, ranks)
         computed = target_losses(built, batch, ranks.device, self._cross_entropy, per_token=True)
         new = -computed.losses
-        old = new.detach()  # the answers are of the weights before this step
+        if host.old_logprobs is not None:
+            old = sent(host.old_logprobs, ranks.device)
+        else:  # the answers are of the weights before this step
+            old = new.detach()
+            if self.rounds is not None:
+                self.rounds.old.add(batch.locations, host.tokens.lengths, old)
         settings = self._policy_loss
         ratio = ratios(new, old, tokens, settings)
         losses, clipped = policy_losses(ratio, advantage, tokens, settings)

@@ -17,8 +17,14 @@ class GrpoConfig(RewardFlags, PolicyServerFlags):
     num_generations: Annotated[int, Field(ge=2)] = 8
     """grpo: answers per prompt, which are compared with each other."""
 
+    num_generations_eval: Count = 1
+    """grpo: answers per held-out prompt, for the reward of an evaluation."""
+
     prompts_per_step: Count = 8
     """grpo: prompts per optimizer step, all ranks together."""
+
+    num_iterations: Count = 1
+    """grpo: optimizer steps on the same answers, one after another."""
 
     max_completion_length: Count = 256
     """grpo: maximum tokens of an answer."""

@@ -2,6 +2,7 @@
 
     RUN/rollouts/000001/    the answers of step 1, by the weights before it
 
+With --num_iterations 2, round 1 is of steps 1 and 2, by the weights before step 1, and so on.
 A run that was killed resumes from its newest checkpoint. The rounds of the steps after it are on disk
 and are read: no complete round is generated twice, and the run has the bytes of one that was never
 killed.
@@ -9,7 +10,8 @@ killed.
 
 import hashlib
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,9 @@ from llama_ft.data import BatchLayout, StepBatches, stop_token_ids
 from llama_ft.errors import UserError, plural
 from llama_ft.extensions.rollouts.flags import check_urls
 from llama_ft.extensions.rollouts.grpo.batches import RoundStep
+from llama_ft.extensions.rollouts.grpo.held_out import STEP, held_out_prompts, reward_sums
 from llama_ft.extensions.rollouts.grpo.objective import Grpo
+from llama_ft.extensions.rollouts.grpo.old_logprobs import OldLogprobs
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.extensions.rollouts.hand_over.adapter_rules import find_problems
 from llama_ft.extensions.rollouts.hand_over.policy_servers import (
@@ -53,7 +57,7 @@ from llama_ft.models import BuiltModel, resolve_context_length
 from llama_ft.run import Part, RunInputs, Setup, TrainingRun
 from llama_ft.runtime import log
 from llama_ft.training import StepOutcome
-from llama_ft.training.evaluation import evaluating
+from llama_ft.training.evaluation import LossSums, evaluating
 
 SECONDS = "perf/rollout_seconds"
 # settings that a resumed run may change
@@ -63,6 +67,7 @@ MAY_DIFFER = (
     "reward_memory",
     "reward_processes",
     "generate_batch_size",
+    "num_generations_eval",
     "max_generated_tokens",
     "server",
     "server_timeout",
@@ -79,6 +84,7 @@ class TrainingRounds(Part):
 
     Attributes:
         layout: of micro-batches.
+        old: log-probabilities for the weights that have sampled the round.
 
     Raises:
         UserError: settings or prompts do not fit, or a reward function cannot be imported.
@@ -89,6 +95,7 @@ class TrainingRounds(Part):
         self._config = config
         self._settings = config.section(GrpoConfig)
         self._ranks = setup.ranks
+        self._memory = setup.memory
         self.layout: BatchLayout = inputs.batches.layout
         self._tokenizer = inputs.tokenizer
         check(setup, inputs)
@@ -108,6 +115,7 @@ class TrainingRounds(Part):
         tokens = PromptTokens(inputs.tokenizer, inputs.dataset.prompt_format, None, context)
         with self._ranks.local_main_process_first():
             dataset = read_dataset(config.data, tokens)
+            self._held_out = held_out_prompts(inputs, tokens, dataset.by_place)
         self._prompts = dataset.by_place
         self._data = {"dataset": str(config.data.dataset), "sha256": dataset.sha256}
         base = self._ranks.broadcast_from_rank0(lambda: checksum_of(PolicyFiles(folder, folder)))
@@ -115,6 +123,8 @@ class TrainingRounds(Part):
         self._places = [*setup.resumed_folders[1:], *filter(None, [setup.unfinished])]
         self._continued = setup.unfinished if setup.resumed is None else setup.resumed.run
         self._directory = Path()
+        self.old = OldLogprobs(is_used=self._settings.num_iterations > 1)
+        self._round: Round | None = None  # of the latest step
         self._generated_tokens = 0  # of the steps so far
         self._seconds = 0.0
         objective = inputs.objective
@@ -136,15 +146,16 @@ class TrainingRounds(Part):
         if not self._ranks.is_main:
             return
         sampling = self._sampling(run.built)
+        trained = self._number_of(run.state.step)
         waiting = []
         for folder in list_rounds(run.directory):
             # the newest one that was trained on, too: rewards and data must be as they were
-            if int(folder.name) >= run.state.step:
+            if int(folder.name) >= trained:
                 earlier = read_round(folder)
                 facts = self._facts(sampling, earlier.facts.step, earlier.facts.policy["checksum"])
                 facts = replace(facts, source=earlier.facts.source)
                 check_round(folder, earlier, facts, self._functions, None)
-            if int(folder.name) > run.state.step:
+            if int(folder.name) > trained:
                 waiting.append(folder)
         if waiting:
             log.info(
@@ -155,10 +166,19 @@ class TrainingRounds(Part):
     def round_of(self, planned: StepBatches, built: BuiltModel) -> Round:
         """Return the round of a step. All ranks call it, with the weights before the step."""
         started = time.monotonic()
+        number = self._number_of(planned.step)
+        if self._round is not None and self._round.facts.step == number:
+            self._seconds = 0.0
+            return self._round
         sampling = self._sampling(built)
         prompts = self._prompts_of(planned)
-        checksum = self._policy_checksum(built)
-        facts = self._facts(sampling, planned.step, checksum)
+        checksum = None  # of a round whose steps have begun the present weights are others
+        if self._is_first_of_round(planned.step):
+            checksum = self._policy_checksum(built)
+            self.old.begin()
+        else:
+            self.old.read(self._places, number, self._ranks)
+        facts = self._facts(sampling, number, checksum)
         stored: Round | None = self._ranks.broadcast_from_rank0(
             lambda: self._stored(facts, prompts)
         )
@@ -166,11 +186,27 @@ class TrainingRounds(Part):
             unscored = self._ranks.broadcast_from_rank0(lambda: self._unscored(facts, prompts))
             self._make(facts, prompts, sampling, built, unscored)
             stored = self._ranks.broadcast_from_rank0(
-                lambda: read_round(folder_of(self._directory, planned.step))
+                lambda: read_round(folder_of(self._directory, number))
             )
+        self._round = stored
         self._seconds = time.monotonic() - started
-        self._generated_tokens += stored.tokens
+        if checksum is not None:  # else `opened` has counted it
+            self._generated_tokens += stored.tokens
         return stored
+
+    def validate(self, name: str, built: BuiltModel) -> LossSums:
+        """Return the sums of the rewards of answers to a validation set. All ranks call it."""
+        prompts = self._held_out[name]
+        count = self._settings.num_generations_eval
+        sampling = replace(self._sampling(built), num_generations=count)
+        with self._generating(built) as opened:
+            answers = self._own_sampler(opened, sampling).sample(prompts, STEP)
+
+        def score() -> LossSums:
+            assert self._pool is not None
+            return reward_sums(self._pool, prompts, answers)
+
+        return self._ranks.broadcast_from_rank0(score)
 
     def numbers(self, run: TrainingRun) -> dict[str, float]:
         """Return the sums over this rank's importance weights."""
@@ -178,12 +214,16 @@ class TrainingRounds(Part):
 
     def after_step(self, run: TrainingRun, outcome: StepOutcome, metrics: dict[str, Any]) -> None:
         """Log the numbers of the round."""
+        step = outcome.step
+        if self._settings.num_iterations > 1 and self._is_first_of_round(step):
+            self.old.share(self._directory, self._number_of(step), self._ranks)
         if isinstance(outcome.batches, RoundStep):
             metrics.update(outcome.batches.metrics)
             metrics.update(self._mismatch.metrics(outcome.numbers, outcome.step))
             metrics[SECONDS] = self._seconds
         limit = self._settings.max_generated_tokens
-        if limit and self._generated_tokens >= limit:
+        is_last_of_round = self._is_first_of_round(step + 1)
+        if limit and self._generated_tokens >= limit and is_last_of_round:
             outcome.end_early(f"max_generated_tokens {limit:,} is reached")
 
     def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
@@ -204,11 +244,18 @@ class TrainingRounds(Part):
     def _count_tokens(self, step: int) -> int:
         """Return the tokens of all answers up to a step."""
         tokens = 0
-        for number in range(1, step + 1):
+        for number in range(1, self._number_of(step) + 1):
             folders = [folder_of(place, number) for place in self._places]
             folder = next(filter(Path.is_dir, folders), None)
             tokens += 0 if folder is None else read_round(folder).tokens
         return tokens
+
+    def _number_of(self, step: int) -> int:
+        """Return the number of the round of a step."""
+        return -(-step // self._settings.num_iterations)
+
+    def _is_first_of_round(self, step: int) -> bool:
+        return (step - 1) % self._settings.num_iterations == 0
 
     def _prompts_of(self, planned: StepBatches) -> list[Prompt]:
         """Return the prompts of a step, over all ranks, in the order of the dataset."""
@@ -234,11 +281,11 @@ class TrainingRounds(Part):
             seed=self._config.train.seed,
         )
 
-    def _facts(self, sampling: Sampling, step: int, checksum: str) -> RoundFacts:
+    def _facts(self, sampling: Sampling, number: int, checksum: str | None) -> RoundFacts:
         settings = self._settings
         config = self._config
         return RoundFacts(
-            step=step,
+            step=number,
             num_generations=settings.num_generations,
             policy={
                 "model": config.model.model_name,
@@ -302,11 +349,13 @@ class TrainingRounds(Part):
         last bits, so a round by other weights is used there: its log-probabilities are stored."""
         before = earlier.facts.policy["checksum"]
         checksum = facts.policy["checksum"]
-        if before != checksum and self._ranks.device.type != "cpu":
+        is_other = before != checksum and self._ranks.device.type != "cpu"
+        if is_other and checksum is not None:
             log.warning(
                 f"{folder}: was sampled with weights that differ from the present ones, at least by rounding. "
                 "It is used, and its log-probabilities weigh its answers."
             )
+        if is_other or checksum is None:
             facts = replace(facts, policy=facts.policy | {"checksum": before})
         # servers may be added or left out: the round has the log-probabilities of whatever sampled it
         facts = replace(facts, source=earlier.facts.source)
@@ -322,25 +371,34 @@ class TrainingRounds(Part):
         unscored: Round | None,
     ) -> None:
         """Sample, score and write a round."""
+        with self._generating(built) as opened:
+            sampler = self._sampler(opened, sampling, facts)
+            maker = RoundMaker(sampler, self._pool, self._directory, self._ranks, is_quiet=True)
+            rollouts = maker.make(facts, prompts, unscored)
+        if rollouts is not None:
+            log.debug(f"round {facts.step}: {describe(rollouts)}")
+
+    @contextmanager
+    def _generating(self, built: BuiltModel) -> Iterator[LoadedModel]:
+        """In the block the model can generate."""
+        self._memory.enter("generation")
         model = built.model
         before = model.generation_config  # which is exported with the model
         opened = LoadedModel(built, self._tokenizer, "")
         with evaluating(model):
             try:
-                sampler = self._sampler(opened, sampling, facts)
-                maker = RoundMaker(sampler, self._pool, self._directory, self._ranks, is_quiet=True)
-                rollouts = maker.make(facts, prompts, unscored)
+                yield opened
             finally:
                 model.generation_config = before
-        if rollouts is not None:
-            log.debug(f"round {facts.step}: {describe(rollouts)}")
 
     def _sampler(self, opened: LoadedModel, sampling: Sampling, facts: RoundFacts) -> Sampler:
         if self._servers is None:
-            batch_size = self._settings.generate_batch_size
-            return OwnSampler(opened, sampling, batch_size, self._ranks)
+            return self._own_sampler(opened, sampling)
         scorer = Scorer(opened.built, self.layout, sampling.temperature, self._ranks.device)
         return PolicySampler(self._servers, scorer, sampling, facts)
+
+    def _own_sampler(self, opened: LoadedModel, sampling: Sampling) -> OwnSampler:
+        return OwnSampler(opened, sampling, self._settings.generate_batch_size, self._ranks)
 
 
 def check(setup: Setup, inputs: RunInputs) -> None:
@@ -352,10 +410,6 @@ def check(setup: Setup, inputs: RunInputs) -> None:
         problems.append("--reward is needed: path/to/file.py:function, which scores each answer.")
     if config.data.streaming:
         problems.append("--streaming: prompts are needed at once. Leave it out.")
-    if inputs.dataset.validations:
-        problems.append(
-            "--validation: this objective has no validation loss. Leave it out, or add --run_validation false."
-        )
     if settings.kl_beta and (not config.peft.use_peft or changes_base(config)):
         problems.append(
             "--kl_beta: the reference is the model with its adapter off, so it needs a new adapter. Add --use_peft "
