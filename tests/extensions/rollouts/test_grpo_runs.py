@@ -261,6 +261,18 @@ def test_metrics_have_the_mean_rewards_of_each_round(job: Job) -> None:
         assert line["train/sampler/kl"] == pytest.approx(0, abs=1e-6)
 
 
+def test_the_report_has_the_best_and_the_worst_answer_of_steps(job: Job) -> None:
+    facts = json.loads((job.folder / "whole/facts.json").read_text())
+    steps = facts["rollouts"]
+    assert [one["when"] for one in steps] == [f"step {step}" for step in (1, 4, 7, 10, 13)]
+    for number, one in enumerate(steps, 1):
+        answers = flat(job.round("whole", number))
+        totals = [answer.total for answer in answers if answer.total is not None]
+        assert [shown["reward"] for shown in one["answers"]] == [max(totals), min(totals)]
+    page = (job.folder / "whole/report.html").read_text()
+    assert "Best and worst answers" in page
+
+
 def test_each_round_is_of_the_prompts_and_weights_before_its_first_step(job: Job) -> None:
     rounds = [job.round("whole", number) for number in range(1, 6)]
     seen = sorted(prompt.index for one in rounds for prompt in one.prompts)
@@ -331,6 +343,22 @@ def test_a_killed_run_replays_its_rounds_and_ends_with_the_same_bytes(job: Job) 
     kept = {path: time for path, time in times.items() if path.name != "old-logprobs.safetensors"}
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert job.content("killed") == job.content("whole")
+
+
+def test_a_changed_reward_is_named_before_rounds_are_used(job: Job) -> None:
+    """The round of the checkpoint has the earlier reward."""
+    reward = job.folder / "own_reward.py"
+    reward.write_text(REWARD)
+    settings = {"reward": f"{reward}:letters", "save_steps": 1, "resume": "auto"}
+    first = forked(RECIPE, *job.flags("changed", **settings, max_train_step=1))
+    assert first.exit_code == 0, first.output
+    reward.write_text(REWARD + "\n# changed\n")
+    settings |= {"max_train_step": 2, "resume_allow_changes": "max_train_step"}
+    changed = forked(RECIPE, *job.flags("changed", **settings))
+    assert changed.exit_code == 2, changed.output
+    assert f"another file {reward}" in changed.output
+    names = sorted(path.name for path in (job.folder / "changed/rollouts").iterdir())
+    assert names == ["000001"]
 
 
 def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:

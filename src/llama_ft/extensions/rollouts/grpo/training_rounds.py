@@ -30,6 +30,7 @@ from llama_ft.extensions.rollouts.grpo.held_out import STEP, held_out_prompts, r
 from llama_ft.extensions.rollouts.grpo.objective import Grpo
 from llama_ft.extensions.rollouts.grpo.old_logprobs import OldLogprobs
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
+from llama_ft.extensions.rollouts.grpo.shown_answers import keep_for_report, kept_for_report
 from llama_ft.extensions.rollouts.hand_over.adapter_rules import find_problems
 from llama_ft.extensions.rollouts.hand_over.policy_servers import (
     PolicySampler,
@@ -127,6 +128,7 @@ class TrainingRounds(Part):
         self._round: Round | None = None  # of the latest step
         self._generated_tokens = 0  # of the steps so far
         self._seconds = 0.0
+        self._shown = list[Any]()  # in the report
         objective = inputs.objective
         assert isinstance(objective, Grpo)
         objective.rounds = self
@@ -145,6 +147,7 @@ class TrainingRounds(Part):
             self._generated_tokens = self._ranks.broadcast_from_rank0(count)
         if not self._ranks.is_main:
             return
+        self._shown = kept_for_report(run)
         sampling = self._sampling(run.built)
         trained = self._number_of(run.state.step)
         waiting = []
@@ -215,6 +218,8 @@ class TrainingRounds(Part):
     def after_step(self, run: TrainingRun, outcome: StepOutcome, metrics: dict[str, Any]) -> None:
         """Log the numbers of the round."""
         step = outcome.step
+        if self._round is not None and self._is_first_of_round(step):
+            self._shown = keep_for_report(run, step, self._round, self._shown)
         if self._settings.num_iterations > 1 and self._is_first_of_round(step):
             self.old.share(self._directory, self._number_of(step), self._ranks)
         if isinstance(outcome.batches, RoundStep):
