@@ -243,6 +243,9 @@ def compare(ours: Ours, name: str, variant: Variant, python: str) -> list[str]:
         if variant.is_noisy:
             sampled = read_round(folder_of(folder / "dapo-2", 1))
             write_round(folder / run_name, noisy(sampled))
+            # as a run that was killed before its first checkpoint
+            (folder / run_name / ".llama_ft-run").touch()
+            settings = settings | {"resume": "auto"}
         runs.append(ours.run(run_name, steps, settings))
     numbers = range(1, 1 + 2 // variant.updates)
     rounds = [read_round(folder_of(runs[1], number)) for number in numbers]
