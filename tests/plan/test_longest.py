@@ -156,6 +156,7 @@ def test_plans_of_several_lengths_are_those_of_each_length(
         assert plan == predict(alone, finetuning.RECIPE)
 
 
+@pytest.mark.slow
 def test_plans_of_a_search_build_the_whole_model_once_for_its_headers(
     finetuning: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,16 +195,16 @@ class MetricsLog:
         resume_step: int | None = None,
         source: Path | None = None,
     ) -> None:
-        if source is not None and source.is_file():
-            shutil.copyfile(source, path)
+        earlier = source if source is not None and source.is_file() else path
         last_step = -1 if resume_step is None else resume_step
         lines = list[bytes]()
         corrupted = 0
-        if path.exists():
-            lines, corrupted = _lines_up_to(path, last_step)
+        if earlier.exists():
+            lines, corrupted = _lines_up_to(earlier, last_step)
         if corrupted:
-            what = f"{path}: {plural(corrupted, 'line')} of earlier steps cannot be read"
+            what = f"{earlier}: {plural(corrupted, 'line')} of earlier steps cannot be read"
             log.warning(f"{what}, so the plots lack these steps.")
+        if corrupted or earlier != path:  # at once, so that no reader sees later steps
             replace_text(path, b"".join(lines).decode())
         kept_bytes = sum(len(line) for line in lines)
         self._file = path.open("ab")

@@ -123,8 +123,6 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Job:
     cases.append(one.flags("limited", lr=0.01, max_train_step=5, max_generated_tokens=100))
     held_out = {"reward": f"{one.folder}/reward.py:number", "validation": 0.3, "num_epochs": 1}
     cases.append(one.flags("held_out", **held_out))
-    learning = {"reward": f"{one.folder}/reward.py:letters", "num_generations": 16, "lr": 0.1}
-    cases.append(one.flags("learning", **learning, num_epochs=4))
     run_cases(one.folder, cases)
     return one
 
@@ -319,7 +317,11 @@ def test_ranks_share_the_prompts_of_a_validation_file(of_two_ranks: Job) -> None
     assert rewards == pytest.approx([statistics.mean(HELD_OUT) / 10] * 2)
 
 
+@pytest.mark.slow
 def test_a_verifiable_reward_rises(job: Job) -> None:
+    settings = {"reward": f"{job.folder}/reward.py:letters", "num_generations": 16, "lr": 0.1}
+    finished = forked(RECIPE, *job.flags("learning", **settings, num_epochs=4))
+    assert finished.exit_code == 0, finished.output
     rewards = series(job.folder / "learning", "train/reward")
     assert statistics.mean(rewards[-4:]) > statistics.mean(rewards[:4]) + 0.1
 
@@ -378,8 +380,9 @@ def test_overwriting_a_run_keeps_the_answers_that_it_generated(job: Job) -> None
     folder = job.folder / "overwritten"
     answers = contents(folder_of(job.folder / "dapo-1", 1))
     shutil.copytree(job.folder / "dapo-1", folder)
+    texts = write_jsonl(job.folder / "texts.jsonl", [{"text": "One sample."}] * 4)
     sft = ["--objective=sft", f"--model_name={job.model}", f"--output_dir={folder}", "--overwrite"]
-    sft += ["--max_train_step=1", "--context_length=64", "--no_plan", "--device=cpu"]
+    sft += [f"--dataset={texts}", "--max_train_step=1", "--no_plan", "--device=cpu"]
     assert forked(RECIPE, *sft).exit_code == 0
     assert contents(folder_of(folder, 1)) == answers
     more = job.flags("overwritten", overwrite="true", **sgd(max_train_step=1))

@@ -63,6 +63,7 @@ def test_nothing_is_left_of_the_adapters(job: ServedJob) -> None:
     assert not any(name.startswith("whole") for name in job.servers[0].adapters)
 
 
+@pytest.mark.slow
 def test_two_servers_and_two_ranks_give_the_rounds_of_one(job: ServedJob) -> None:
     both = {"server": ",".join(job.urls), "max_train_step": 2, "enable_fsdp": "true"}
     run_cases(job.folder, [job.flags("ranks", **both)], ranks=2)

@@ -159,7 +159,7 @@ def test_what_a_killed_run_has_left_is_deleted(trainer: Trainer, tmp_path: Path)
         ("rank", "fails with HTTP 500 (LoRA rank 8 is greater than max_lora_rank 4)."),
         ("no disk", "It must see this directory under the same path."),
         ("no ids", "answers without token ids (return_token_ids)"),
-        ("slow", "does not answer within 10 s."),
+        pytest.param("slow", "does not answer within 10 s.", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_does_not_apply_adapters_is_found_before_the_first_round(
