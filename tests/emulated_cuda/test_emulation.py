@@ -46,6 +46,7 @@ SLOW = [
     "experts, LoRA",
     "experts, QLoRA",
     "images Qwen3-VL",
+    "kernels of capability 8.9",
 ]
 CASES_PER_LAUNCH = 12
 # In fp32 the emulated GPU computes what the CPU does, to 7 digits; for pairs, whose losses are of
@@ -140,8 +141,17 @@ KERNELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", KERNELS)
+@pytest.mark.parametrize(
+    "capability",
+    [
+        9.0,
+        pytest.param(8.9, marks=pytest.mark.slow),
+        *(
+            pytest.param(capability, marks=pytest.mark.large)
+            for capability in (7.5, 8.0, 10.0, 12.0)
+        ),
+    ],
+)
 def test_each_generation_of_gpus_gets_its_kernels(capability: float, run: Run) -> None:
     launches = run(f"kernels of capability {capability}")[0]["launches"]
     attention, is_one_kernel = KERNELS[capability]

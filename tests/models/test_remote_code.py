@@ -130,10 +130,11 @@ def test_an_image_size_that_no_machine_can_make_is_rejected(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("script", "unknown"),
     [
-        *(("finetuning", unknown) for unknown in (None, *UNKNOWN)),
+        ("finetuning", None),
+        *(pytest.param("finetuning", unknown, marks=pytest.mark.large) for unknown in UNKNOWN),
         ("inference", "config.json"),
-        ("inference", "tokenizer_config.json"),
-        ("plan", "preprocessor_config.json"),
+        pytest.param("inference", "tokenizer_config.json", marks=pytest.mark.large),
+        pytest.param("plan", "preprocessor_config.json", marks=pytest.mark.large),
         ("evaluate", "preprocessor_config.json"),
     ],
 )

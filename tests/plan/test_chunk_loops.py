@@ -40,11 +40,11 @@ def loops_run() -> Iterator[None]:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--use_peft --target_modules all-linear --activation_checkpointing full",
+        pytest.param("--use_peft --target_modules all-linear --activation_checkpointing full", marks=pytest.mark.slow),
         pytest.param("--activation_checkpointing none", marks=pytest.mark.slow),
-        pytest.param("--activation_checkpointing selective --use_peft", marks=pytest.mark.slow),
-        pytest.param("--activation_checkpointing full --activation_offload", marks=pytest.mark.slow),
-        pytest.param("--activation_checkpointing none --quantization 4bit --use_peft", marks=pytest.mark.slow),
+        pytest.param("--activation_checkpointing selective --use_peft", marks=pytest.mark.large),
+        pytest.param("--activation_checkpointing full --activation_offload", marks=pytest.mark.large),
+        pytest.param("--activation_checkpointing none --quantization 4bit --use_peft", marks=pytest.mark.large),
     ],
 )  # fmt: skip
 def test_a_plan_that_counts_loops_equals_one_that_runs_them(

@@ -42,7 +42,11 @@ def planned(
     return plan
 
 
-LARGE = ("DeepSeek V3", "Kimi K2 Thinking")  # hundreds of experts, minutes each
+LARGE = (
+    "DeepSeek V3",
+    "Kimi K2 Thinking",
+    "gpt-oss-120b",
+)  # hundreds of experts, up to minutes each
 
 
 @pytest.mark.slow

@@ -27,18 +27,20 @@ CONFIG_FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if fil
 # The least that torch sees of a card so called: an L4's or A10G's 21.9 GiB, an A100's or H100's
 # 79.1.
 CARDS = {"4gb": 3.7, "24gb": min(GPUS["l4"], GPUS["rtx4090"]), "80gb": GPUS["h100"]}
-# The others take as long, 5 s or more, and are marked slow.
+# One of each method, size and kind of model. The others take as long, 5 to 80 s, and are marked large.
 PLANNED_ALWAYS = {"llama3.1_8b_full_8x80gb"}
-# These take 12 to 80 s each.
-LARGE = {
-    "devstral_small2_24b_4bit_24gb",
-    "gemma4_e4b_lora_24gb",
-    "gpt_oss_20b_stored_24gb",
-    "llama3.3_70b_4bit_80gb",
-    "llama3.3_70b_8bit_2x80gb",
-    "qwen3.5_27b_full_8x80gb",
-    "qwen3.5_9b_lora_24gb",
+SLOW = {
+    "gemma3_4b_lora_24gb",
+    "llama3.1_8b_4bit_24gb",
+    "llama3.1_8b_4bit_4gb",
+    "llama3.1_8b_8bit_24gb",
+    "llama3.1_8b_dpo_lora_80gb",
+    "llama3.1_8b_full_2x8x80gb",
+    "llama3.2_1b_full_24gb",
+    "llama3.3_70b_lora_8x80gb",
+    "qwen3_8b_lora_24gb",
 }
+SLOW_EXAMPLES = {"charts_qwen3_vl", "support_tickets", "ultrafeedback_dpo"}
 ROW = re.compile(r"^\| \[`([^`]+)`\]\(([^)]+)\) \|(.*)\|$", re.MULTILINE)
 
 
@@ -66,7 +68,7 @@ class Hardware(NamedTuple):
 def marks_of(stem: str) -> list[pytest.MarkDecorator]:
     if stem in PLANNED_ALWAYS:
         return []
-    return [pytest.mark.large if stem in LARGE else pytest.mark.slow]
+    return [pytest.mark.slow if stem in SLOW else pytest.mark.large]
 
 
 def hardware_of(stem: str) -> Hardware:
@@ -169,8 +171,17 @@ def test_an_example_loads_and_is_in_their_table(file: Path) -> None:
     assert len(re.findall(example_row(file), EXAMPLES.read_text())) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", sorted(EXAMPLES.parent.glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(
+            file,
+            marks=pytest.mark.slow if file.stem in SLOW_EXAMPLES else pytest.mark.large,
+            id=file.stem,
+        )
+        for file in sorted(EXAMPLES.parent.glob("*.yaml"))
+    ],
+)
 def test_the_plan_of_an_example_has_the_figure_of_the_table(
     file: Path, finetuning: ModuleType, tmp_path: Path
 ) -> None:

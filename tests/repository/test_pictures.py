@@ -69,7 +69,7 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "hub"
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_recording_is_what_the_planner_prints(cache: Path) -> None:
     assert plans.record(cache) == recording.OUTPUT.read_text()
 

@@ -81,7 +81,7 @@ def test_a_later_user_error_on_one_node_ends_both(tmp_path: Path) -> None:
     assert (failed["state"], failed["exit_code"]) == ("failed", 2)
 
 
-@pytest.mark.parametrize("is_command", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_command", [False, pytest.param(True, marks=pytest.mark.large)])
 def test_two_nodes_have_the_losses_of_one_process(
     tmp_path: Path, tiny_model: Path, rows16: Path, is_command: bool
 ) -> None:

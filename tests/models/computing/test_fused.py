@@ -150,7 +150,7 @@ def test_liger_is_not_chosen_if_its_result_would_be_wrong() -> None:
 
 
 @needs_liger
-@pytest.mark.slow
+@pytest.mark.large
 def test_ligers_own_kernels_compute_what_each_architecture_computes() -> None:
     kinds = sorted(AUTO_LIGER)
     job = [sys.executable, str(Path(__file__).with_name("liger_job.py")), *kinds]

@@ -77,7 +77,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["fp8", "int4", "mxfp4", "gptq"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "fp8",
+        "mxfp4",
+        pytest.param("int4", marks=pytest.mark.large),
+        pytest.param("gptq", marks=pytest.mark.large),
+    ],
+)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 214 M weights (mxfp4: 222 M) in a published format."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -53,9 +53,9 @@ def kill_before_step_6(happened: Callable[[], Any], words: list[str], log: Path)
     "lost",
     [
         pytest.param("nothing", marks=pytest.mark.slow),
-        pytest.param("first disk", marks=pytest.mark.slow),
+        pytest.param("first disk", marks=pytest.mark.large),
         pytest.param("second disk", marks=pytest.mark.slow),
-        pytest.param("uploads", marks=pytest.mark.slow),
+        pytest.param("uploads", marks=pytest.mark.large),
     ],
 )
 def test_nodes_with_their_own_disks_resume_from_the_store(

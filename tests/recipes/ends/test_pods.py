@@ -133,7 +133,7 @@ class Job:
 @pytest.mark.parametrize(
     ("event", "stopped"),
     [
-        ("suspended", [0, 1]),
+        pytest.param("suspended", [0, 1], marks=pytest.mark.large),
         pytest.param("preempted", [1], marks=pytest.mark.large),
         pytest.param("preempted", [0], marks=pytest.mark.large),
     ],

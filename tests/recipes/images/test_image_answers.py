@@ -23,7 +23,13 @@ from image_models import (
 from PIL import Image
 
 EVALUATE = REPOSITORY / "tests" / "evaluate_cases.py"
-CASES = (("Qwen3-VL", 2), ("Qwen2.5-VL", 0), ("Gemma 3", 2), ("LLaVA", 2), ("LLaVA", 0))
+CASES = (
+    ("Qwen3-VL", 2),
+    pytest.param("Qwen2.5-VL", 0, marks=pytest.mark.large),
+    pytest.param("Gemma 3", 2, marks=pytest.mark.large),
+    pytest.param("LLaVA", 2, marks=pytest.mark.large),
+    ("LLaVA", 0),
+)
 LONGEST = 8
 
 

@@ -47,17 +47,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FAST = (("Qwen2.5-VL", 2),)  # family, ranks
 # Decoders and towers that differ; the others are one of these with another tower or on more ranks.
-SLOW = ("Gemma 3", "Gemma 4", "LLaVA", "Llama 3.2 Vision", "Qwen3.5", "Qwen3-VL")
+SLOW = ("Gemma 3", "Llama 3.2 Vision", "Qwen3-VL")
 NOT_SHARED = ("Gemma 4",)  # a run of ranks that share its sequences ends with a message
 
 
 def marks_of(family: str, ranks: int) -> list[pytest.MarkDecorator]:
     if (family, ranks) in FAST:
         return []
-    is_slow = (family in SLOW and ranks == 2) or (family, ranks) in (
-        ("LLaVA", 0),
-        ("Qwen2.5-VL", 4),
-    )
+    is_slow = (family in SLOW and ranks == 2) or (family, ranks) == ("LLaVA", 0)
     return [pytest.mark.slow if is_slow else pytest.mark.large]
 
 

@@ -25,7 +25,7 @@ from models.published.test_sources import (
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-WORLD_SIZES = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+WORLD_SIZES = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.large)]
 MODELS: dict[str, tuple[Any, ...]] = {
     "fp8": ("llama", LLAMA, fp8_note(), in_blocks),
     "mxfp4": ("gpt_oss", GPT_OSS, MXFP4_NOTE, experts_in_mxfp4),

@@ -110,6 +110,7 @@ def test_the_package_is_converted_into_a_plain_model_that_answers(smollm2: Path)
     assert (ours - theirs).norm() < 0.02 * theirs.norm(), "only the rounding to bf16 differs"
 
 
+@pytest.mark.large
 def test_fine_tuning_lowers_the_loss_and_peft_continues_with_the_same_logits(
     folder: Path, smollm2: Path
 ) -> None:
@@ -130,6 +131,7 @@ def test_fine_tuning_lowers_the_loss_and_peft_continues_with_the_same_logits(
     torch.testing.assert_close(merged, tuned, rtol=0, atol=2e-3)
 
 
+@pytest.mark.large
 def test_a_resumed_run_ends_with_the_same_weights(folder: Path) -> None:
     from safetensors.torch import load_file
 
@@ -141,6 +143,7 @@ def test_a_resumed_run_ends_with_the_same_weights(folder: Path) -> None:
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
+@pytest.mark.large
 def test_the_evaluation_agrees_with_the_run_and_with_the_harness(
     folder: Path, smollm2: Path
 ) -> None:
@@ -181,6 +184,7 @@ display.display = print
 """
 
 
+@pytest.mark.large
 def test_the_notebook_runs_from_top_to_bottom(smollm2: Path, tmp_path: Path) -> None:
     """As a kernel would: the cells one after another, in one namespace; in a process of its own."""
     cells = json.loads((REPOSITORY / "notebooks" / "quickstart.ipynb").read_text())["cells"]

@@ -33,7 +33,7 @@ def state_of(folder: Path) -> object:
     [
         ("gloo", "all_gather_floats(3.0)"),
         pytest.param("gloo, weights", "GlooAllGather()(", marks=pytest.mark.slow),
-        ("shared memory", "memory.wait(1)"),
+        pytest.param("shared memory", "memory.wait(1)", marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(
