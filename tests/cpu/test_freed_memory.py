@@ -28,6 +28,7 @@ for blocks, elements in ((16, 2**22), (1, 2**26)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 def test_freed_memory_serves_the_next_tensors_unless_the_user_has_set_malloc(
     tmp_path: Path,

@@ -44,7 +44,7 @@ def test_of_ranks_that_are_measured_together_all_are_named() -> None:
     # The first step does not count, then they are compared after 20 and 40.
     [
         pytest.param("data", 45, marks=pytest.mark.slow),
-        ("computing", 25),
+        pytest.param("computing", 25, marks=pytest.mark.slow),
         pytest.param("", 25, marks=pytest.mark.slow),
     ],
 )

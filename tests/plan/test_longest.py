@@ -198,6 +198,7 @@ def test_a_plan_of_a_few_pieces_has_the_memory_of_all(
     assert predict(request, finetuning.RECIPE) == few
 
 
+@pytest.mark.slow
 def test_host_memory_can_be_what_limits_the_length(model: Path, finetuning: ModuleType) -> None:
     flags = "--precision bf16_pure --activation_checkpointing full --activation_offload"
     request = request_for(model, *flags.split(), "--batch_size_training", "1")
@@ -273,6 +274,7 @@ def test_the_number_of_gpus_may_be_part_of_a_gpus_name(
     assert of_one.tokens > 0
 
 
+@pytest.mark.slow
 def test_rows_are_in_the_order_of_the_gpus(model: Path, finetuning: ModuleType) -> None:
     gpus = ["4x300MiB", "300MiB", "4x400MiB", "2x300MiB", "300MiB"]
     request = request_for(model, "--use_peft", ranks=2)

@@ -376,6 +376,7 @@ def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:
     assert not (job.folder / "bad").exists()
 
 
+@pytest.mark.slow
 def test_overwriting_a_run_keeps_the_answers_that_it_generated(job: Job) -> None:
     folder = job.folder / "overwritten"
     answers = contents(folder_of(job.folder / "dapo-1", 1))

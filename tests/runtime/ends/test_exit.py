@@ -132,7 +132,11 @@ def test_a_rank_that_waits_in_new_group_ends_when_another_is_killed(tmp_path: Pa
             "the disk is full while the other rank opens the run",
             "rank 1 could not write config.yaml: No space left on device",
         ),
-        ("one rank never opens the run", "rank 1 did not arrive; the others have waited for 8 s"),
+        pytest.param(
+            "one rank never opens the run",
+            "rank 1 did not arrive; the others have waited for 8 s",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rank_that_waits_in_new_group_ends_when_another_fails_or_hangs(
