@@ -40,9 +40,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 CASES = REPOSITORY / "tests" / "run_cases.py"
-# The files that take the longest, 10 s of a core and more, in this order: a worker that begins one
-# last leaves the other without work. `make test` keeps the order (--no-loadscope-reorder).
+# The files whose fast or slow tests take the longest, in this order: a worker that begins one last
+# leaves the others without work. `make test` keeps the order (--no-loadscope-reorder).
 LONGEST_FIRST = (
+    "repository/test_docs",
+    "recipes/published/test_published_runs",
+    "recipes/published/test_published_matrix",
+    "emulated_cuda/test_emulation",
+    "models/packing/test_shared_sequences",
+    "recipes/ends/test_restarts",
     "plan/test_predict",
     "recipes/test_runs",
     "models/test_architectures",
@@ -70,6 +76,13 @@ LONGEST_FIRST = (
     "recipes/images/test_image_answers",
     "recipes/published/test_as_stored_runs",
     "recipes/test_sequence_parallel",
+    "recipes/images/test_train_vision",
+    "recipes/checkpoints/test_elastic_run",
+    "models/weights/test_loading_memory",
+    "recipes/ends/test_pods",
+    "plan/test_longest",
+    "models/test_remote_code",
+    "runtime/test_elastic",
 )
 QUESTIONS = [
     "What is a shard",
