@@ -259,7 +259,7 @@ def test_weights_that_are_too_large_end_the_search(model: Path, finetuning: Modu
     assert last_line.startswith("Not even 512 tokens fit. --fit 400MiB also searches")
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_number_of_gpus_may_be_part_of_a_gpus_name(
     rows: list[Longest], model: Path, finetuning: ModuleType
 ) -> None:

@@ -65,7 +65,15 @@ def run(folder: Path, launch: tuple[Any, ...]) -> None:
     assert finished.exit_code == 0, finished.output
 
 
-@pytest.fixture(scope="module", params=LAUNCHES)
+LARGE = ("2 groups of 2", "2 replicas")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.large] if name in LARGE else []) for name in LAUNCHES
+    ],
+)
 def launch(request: pytest.FixtureRequest, folder: Path) -> str:
     """All cases in one launch of ranks."""
     run(folder, LAUNCHES[request.param])

@@ -116,30 +116,30 @@ def test_flags_of_every_command_load(
     assert not wrong
 
 
-# Their commands train several models.
-LARGE = {
+# Pages whose commands are of several kinds. The flags of the others load in a fast test.
+SLOW = {
     f"docs/{page}.md"
     for page in (
-        "development/add-a-loss",
-        "development/add-a-model",
-        "getting-started/choose-a-model",
-        "getting-started/first-fine-tune",
-        "getting-started/install",
-        "guides/evaluate",
-        "guides/export",
-        "guides/generate",
-        "guides/long-context",
-        "guides/multi-gpu-multi-node",
-        "guides/performance",
+        "concepts/how-it-works",
+        "getting-started/which-method",
+        "guides/agents",
+        "guides/chat-templates",
+        "guides/data",
+        "guides/lora-qlora",
+        "guides/memory",
+        "guides/packing-and-streaming",
+        "guides/tracking",
+        "migrate/axolotl",
+        "migrate/llama-recipes",
+        "reference/configs",
     )
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.large if page.name in LARGE else [])
+        pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else pytest.mark.large)
         for page in PAGES
         if to_run(page)
     ],

@@ -35,7 +35,7 @@ def check(parts: str, output: Path, seconds: float) -> list[dict[str, str]]:
     return rows
 
 
-@pytest.mark.slow  # a run of the command itself is among the fast tests, too
+@pytest.mark.large  # a run of the command itself is among the fast tests, too
 def test_checks_of_sharded_tensors_pass_on_the_cpu(tmp_path: Path) -> None:
     rows = check("sharded", tmp_path, 200)
     found = {row["claim"]: row["found"] for row in rows}

@@ -87,7 +87,7 @@ FIRST_FIGURES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize("name", FIRST_FIGURES)
 def test_the_first_plan_of_a_page_prints_the_figures_beside_it(name: str, cache: Path) -> None:
     page = Page(name)

@@ -30,7 +30,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.large), 4])
 def shared(request: pytest.FixtureRequest, alone: Path) -> int:
     """All architectures on ranks that share all sequences."""
     launch_ranks(alone, request.param)

@@ -125,7 +125,7 @@ def test_a_lost_node_that_returns_changes_no_step(
     assert reproducible_metrics(tmp_path / "again") == lines[max(resumed_from) :]
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_node_lost_before_the_first_checkpoint_leaves_the_global_batch(
     whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path
 ) -> None:

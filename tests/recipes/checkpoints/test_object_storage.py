@@ -193,7 +193,7 @@ def test_a_store_without_the_bucket_is_an_error_before_the_model_is_loaded(
     assert "Traceback" not in finished.output and not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_store_that_stops_answering_does_not_stop_the_run(
     server: str, crash: ModuleType, inputs: Path, tmp_path: Path
 ) -> None:

@@ -404,7 +404,7 @@ def test_resuming_with_another_seed_is_rejected(two_ranks: Path, one_rank: Finis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.large)])
 def test_resuming_on_more_ranks_and_back_keeps_the_losses(
     two_ranks: Path, one_rank: Finished, ranks: int
 ) -> None:

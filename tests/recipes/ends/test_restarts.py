@@ -103,7 +103,7 @@ def test_a_run_that_is_stopped_and_killed_equals_the_uninterrupted_one(
     assert kept == {path.name for path in (whole / "checkpoints").glob("step-*")}
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_restarted_attempt_does_not_overwrite_the_previous_one(
     whole: Path, tiny_model: Path, rows70: Path
 ) -> None:

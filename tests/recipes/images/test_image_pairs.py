@@ -193,11 +193,8 @@ def plain_steps(work: Path, family: str, objective: str, kind: str, adapter: Pat
 
 
 FAST = ("start", "dpo lora packed")
-SLOW = ("Gemma 3", 2)
 ALL = [
-    pytest.param(
-        family, ranks, (), marks=pytest.mark.slow if (family, ranks) == SLOW else pytest.mark.large
-    )
+    pytest.param(family, ranks, (), marks=pytest.mark.large)
     for family in FAMILIES
     for ranks in (0, 2)
     if (family, ranks) != ("LLaVA", 2)

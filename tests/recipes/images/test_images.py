@@ -120,7 +120,7 @@ SMALL_BATCHES = ("--batch_size_training", "1", "--batching_strategy", "padding")
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("LLaVA", 2), *[pytest.param(family, 2, marks=pytest.mark.slow) for family in OTHERS]],
+    [("LLaVA", 2), *[pytest.param(family, 2, marks=pytest.mark.large) for family in OTHERS]],
 )
 def test_results_load_in_plain_classes_and_a_resumed_run_is_the_same(
     work: Path, family: str, ranks: int
