@@ -11,6 +11,7 @@ from model_shapes import write_config
 
 from llama_ft.config import Config, load, to_yaml
 from llama_ft.config.wording.messages import size_text
+from llama_ft.phases import MEMORY_CATEGORIES, Phase
 from llama_ft.plan import fit as fitting
 from llama_ft.plan.changes import SAVINGS, apply_changes, ladder
 from llama_ft.plan.fit import (
@@ -24,7 +25,7 @@ from llama_ft.plan.fit import (
 )
 from llama_ft.plan.flags import device_bytes
 from llama_ft.plan.preflight import resolve_checkpointing
-from llama_ft.plan.types import PlanRequest
+from llama_ft.plan.types import Peak, Plan, PlanRequest
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,48 @@ def request_for(
 ) -> PlanRequest:
     config, _ = load(["--model_name", str(folder), "--dataset", "demo", *line.split()], paths=False)
     return PlanRequest(config, folder, world, min(8, world), device)  # type: ignore[arg-type]
+
+
+def peak_of(phase: Phase, gib: float) -> Peak:
+    nbytes = round(gib * 2**30)
+    return Peak(phase, nbytes, dict.fromkeys(MEMORY_CATEGORIES, 0) | {"activations": nbytes})
+
+
+@pytest.mark.parametrize(
+    ("kept_gib", "free_gib", "is_kept"),
+    [
+        (39, math.inf, True),  # no more than the forward pass
+        (39, 10, True),
+        (50, 80, True),
+        (50, 75, False),  # two thirds are 50
+        (50, math.inf, False),
+    ],
+)
+def test_units_are_kept_for_answers_if_the_plan_has_room(
+    kept_gib: float, free_gib: float, is_kept: bool
+) -> None:
+    peaks = [peak_of("forward", 40), peak_of("evaluation", 20)]
+    plan = Plan(
+        device="cuda",
+        world_size=8,
+        peaks=peaks,
+        reserved_bytes=round(1.03 * peaks[0].bytes),
+        outside_bytes=2**30,
+        host_load_bytes=0,
+        host_save_bytes=0,
+        checkpoint_bytes=0,
+        result_bytes=0,
+        tokens=1,
+        is_quick=False,
+        kept_peaks=[peak_of("evaluation", kept_gib)],
+    )
+    found = fitting._keep_units(plan, free_gib * 2**30)
+    assert found.keeps_units == is_kept
+    assert found.peaks == ([peaks[0], *plan.kept_peaks] if is_kept else peaks)
+    highest = max(40, kept_gib) if is_kept else 40
+    assert found.reserved_bytes == pytest.approx(1.03 * highest * 2**30, abs=2)
+    # what --fit and auto settings ask
+    assert fitting.has_room(found, free_gib * 2**30) == fitting.has_room(plan, free_gib * 2**30)
 
 
 def global_batch(config: Config) -> float:

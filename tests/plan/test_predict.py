@@ -202,6 +202,43 @@ def test_scored_answers_are_planned_with_their_keys_and_values(
     assert cache < per_answer < cache + 8 * INNER * (LENGTH + 512) * 4
 
 
+@pytest.mark.parametrize(
+    ("answers", "phase"),
+    [
+        ("--sample_tokens 8", "evaluation"),
+        pytest.param("--score exact", "evaluation", marks=pytest.mark.slow),
+        ("--objective grpo --reward r.py:f --max_completion_length 64", "generation"),
+    ],
+)
+def test_units_that_are_kept_for_answers_are_planned(
+    plan: Plan, tmp_path: Path, answers: str, phase: str
+) -> None:
+    """With them, a rank has the whole model in addition to its shard."""
+    layers = 5
+    model = write_llama(tmp_path / "model", num_hidden_layers=layers)
+    planned = plan(model, 4, *FLAGS, *answers.split(), "--precision", "fp32")
+    [kept] = planned.kept_peaks
+    assert kept.phase == phase and not planned.keeps_units
+    whole = PARAMETERS + (layers - LAYERS) * LAYER
+    assert kept.holders["unsharded units"] == pytest.approx(4 * whole, rel=0.01)
+    freed = held(planned, phase)
+    # The root, the last layer, which the LM head follows, and one more are unsharded at most.
+    most = whole - (layers - 2) * LAYER
+    assert freed["unsharded units"] <= 4 * most * 1.01
+    for name in ("sharded parameters", "optimizer state", "gradients"):
+        assert kept.holders[name] == freed[name]
+    with_units = planned.with_kept_units()
+    assert held(with_units, phase) == kept.holders
+    assert with_units.reserved_bytes >= kept.bytes
+
+
+def test_without_answers_or_units_nothing_is_kept(plan: Plan, tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    assert not plan(model, 2, *FLAGS).kept_peaks
+    # One process uses weights as stored.
+    assert not plan(model, 1, *FLAGS, "--precision", "fp32", "--sample_tokens", "8").kept_peaks
+
+
 def test_generated_answers_are_planned_with_their_keys_and_values(
     plan: Plan, tmp_path: Path
 ) -> None:
@@ -553,10 +590,13 @@ def test_a_quick_plan_agrees_with_a_full_one(plan: Plan, tmp_path: Path) -> None
         "--quantization",
         "4bit",
         "--low_cpu_fsdp",
+        *("--sample_tokens", "8"),
     )
     full, quick = (plan(folder, 2, *flags, quick=quick) for quick in (False, True))
     assert quick.is_quick and not full.is_quick
-    for exact, guess in zip(full.peaks, quick.peaks, strict=True):
+    assert full.kept_peaks
+    exact_peaks = full.peaks + full.kept_peaks
+    for exact, guess in zip(exact_peaks, quick.peaks + quick.kept_peaks, strict=True):
         assert guess.bytes == pytest.approx(exact.bytes, rel=0.01)
     assert quick.checkpoint_bytes == full.checkpoint_bytes
 

@@ -15,7 +15,7 @@ from model_shapes import write_llama
 
 from llama_ft.config import Config, DataConfig
 from llama_ft.extensions.images.planned_images import PlannedImages
-from llama_ft.plan.preflight import planned_media
+from llama_ft.plan.preflight import PlannedMemory, planned_media
 from llama_ft.runtime import Target
 
 Plan = Callable[..., Any]
@@ -39,10 +39,9 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> S
 
 def report_plan(
     finetuning: ModuleType, folder: Path, run: Path, *flags: str
-) -> tuple[int, Config, float | None]:
+) -> tuple[int, Config, PlannedMemory | None]:
     """Do what a run of two ranks on the CPU does between its start and its first step. Return the
-    planner's process id, the settings with which the run continues, and the planned share of the
-    free memory."""
+    planner's process id, the settings with which the run continues, and what it knows of its plan."""
     import torch
 
     from llama_ft.config import load
@@ -68,9 +67,9 @@ def report_plan(
     job.all_gather_floats = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
     job.broadcast_from_rank0 = lambda make: make()
     config = start.start(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
-    share = start.report(run, job)  # type: ignore[arg-type]
+    planned = start.report(run, job)  # type: ignore[arg-type]
     assert planner.pid is not None
-    return planner.pid, config, share
+    return planner.pid, config, planned
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +107,23 @@ def test_the_planned_share_of_the_free_memory_is_known_after_the_plan(
 ) -> None:
     """The run takes 5.3 MiB."""
     monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: free_mib * 2**20)
-    *_, share = report_plan(finetuning, folder, tmp_path)
-    assert share == pytest.approx(expected, abs=0.01)
+    *_, planned = report_plan(finetuning, folder, tmp_path)
+    assert planned is not None and planned.share == pytest.approx(expected, abs=0.01)
+
+
+def test_a_run_knows_whether_its_plan_keeps_units_for_answers(
+    finetuning: ModuleType, folder: Path, tmp_path: Path
+) -> None:
+    """A training step needs more than they do."""
+    from llama_ft.plan.types import read_plan
+
+    *_, planned = report_plan(finetuning, folder, tmp_path, "--sample_tokens", "8")
+    written = read_plan(tmp_path)
+    assert planned is not None and planned.keeps_units
+    assert written is not None and written.keeps_units
+    assert written.kept_peaks and written.peaks == written.with_kept_units().peaks
+    *_, other = report_plan(finetuning, folder, tmp_path)
+    assert other is not None and not other.keeps_units
 
 
 def test_a_run_that_will_not_fit_gets_a_suggestion_that_does(

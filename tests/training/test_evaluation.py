@@ -6,6 +6,7 @@ import torch
 from llama_ft.config import TrainConfig
 from llama_ft.data import BatchLayout
 from llama_ft.errors import UserError
+from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks
 from llama_ft.training import answer_prompts, check_sample_prompts, sample_prompts
 from llama_ft.training.train_state import Best, TrainState
@@ -65,7 +66,7 @@ def test_without_a_chat_template_sample_prompts_are_continued_as_text(
     prompts = ["What is a shard?", "Who reads"]
     settings = TrainConfig(sample_tokens=8, sample_prompts=prompts)
     chats = sample_prompts(settings, None)
-    found = answer_prompts(model, tokenizer, chats, 8, LAYOUT, runtime)
+    found = answer_prompts(BuiltModel(model), tokenizer, chats, 8, LAYOUT, runtime)
     assert [answer["question"] for answer in found] == prompts
     for answer in found:
         ids = tokenizer(answer["question"], return_tensors="pt")["input_ids"]
@@ -127,7 +128,7 @@ def test_a_sample_answer_has_the_form_and_the_tools_of_the_training_samples(
     prompts = TrainConfig(sample_tokens=8, sample_prompts=["Who reads"])
     asked += sample_prompts(prompts, chat, tools, "text")
     check_sample_prompts(asked, tokenizer, None, None)
-    found = answer_prompts(model, tokenizer, asked, 8, LAYOUT, runtime)
+    found = answer_prompts(BuiltModel(model), tokenizer, asked, 8, LAYOUT, runtime)
     texts = ["rank[user]Who reads?[assistant]", "Who reads"]
     for answer, text in zip(found, texts, strict=True):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -153,7 +154,7 @@ def test_answers_end_at_the_last_position_of_the_model(tiny_model: Path, runtime
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     settings = TrainConfig(sample_tokens=50, sample_prompts=["What"])
     chats = sample_prompts(settings, None)
-    [found] = answer_prompts(model, tokenizer, chats, 50, LAYOUT, runtime)
+    [found] = answer_prompts(BuiltModel(model), tokenizer, chats, 50, LAYOUT, runtime)
     ids = tokenizer("What", return_tensors="pt")["input_ids"]
     most = 12 - ids.shape[1]
     model.eval()

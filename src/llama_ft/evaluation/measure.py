@@ -129,7 +129,7 @@ def measure_loss(
         name: training.loss_sums(built, objective, samples, layout, max_batches, ranks)
         for name, samples in sets.items()
     }
-    scores = answers.score(model, layout, ranks)
+    scores = answers.score(built, layout, ranks)
     # packed attention works only for packed sequences; run_tasks gives padded batches
     model.config._attn_implementation = attention
     model.eval()

@@ -82,6 +82,7 @@ class Answerer:
     """
 
     def __init__(self, opened: LoadedModel, options: InferenceFlags, ranks: Ranks) -> None:
+        self._built = opened.built
         self.model = opened.model
         self.tokenizer = opened.tokenizer
         self._media = opened.media
@@ -190,7 +191,7 @@ class Answerer:
             return scores
 
         with (
-            units_kept_if_they_fit(self.model, self._ranks),
+            units_kept_if_they_fit(self._built, self._ranks),
             towers_in_root(self.model, self._media),
         ):
             sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method

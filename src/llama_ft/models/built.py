@@ -151,6 +151,13 @@ class Sharding:
     units: list[FsdpUnit] = field(default_factory=list)
     # modules whose unit stays unsharded between the micro-batches of a step
     kept_unsharded: list[nn.Module] = field(default_factory=list)
+    # those whose unit is freed after its forward pass
+    resharded: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of all units."""
+        return sum(unit.bytes for unit in self.units)
 
 
 @dataclass
@@ -185,6 +192,9 @@ class BuiltModel:
     has_chunked_loss: bool = False  # use_chunked_loss; check_packing may find that it differs
     sharding: Sharding = Sharding()  # apply_fsdp
     stored: StoredModel = StoredModel({}, {})  # load_weights
+    # By open_run: whether units stay unsharded while answers are generated, as planned; None: there is no
+    # plan, so free memory decides
+    keeps_units: bool | None = None
 
     @property
     def trained_tower_weights(self) -> list[nn.Parameter]:

@@ -29,6 +29,7 @@ from llama_ft.plan.duration import describe_time, step_seconds
 from llama_ft.plan.flags import PlanFlags
 from llama_ft.plan.free_memory import free_text
 from llama_ft.plan.predict import predict
+from llama_ft.plan.spare_memory import SHARE_TO_KEEP
 from llama_ft.plan.types import Plan, PlanRequest, Recipe
 from llama_ft.runtime.devices import PRECISIONS
 
@@ -218,7 +219,7 @@ def choose_settings(
     request: PlanRequest, recipe: Recipe, free: float, quick: bool = True
 ) -> tuple[Config, list[str], Plan]:
     """Choose each setting that is auto, one after the other. Returns the settings, a text about each
-    choice, and the plan. For the rest see `choose_checkpointing`."""
+    choice, and the plan, with kept units if they fit. For the rest see `choose_checkpointing`."""
     plan: Plan | None = None
     notes = []
     for saving in auto_settings(request.config):
@@ -228,7 +229,17 @@ def choose_settings(
             config, why, plan = _choose(saving, request, recipe, free, quick)
         notes.append(f"{saving.setting} auto: {why}")
         request = dataclasses.replace(request, config=config)
-    return request.config, notes, plan or predict(request, recipe, quick)
+    return request.config, notes, _keep_units(plan or predict(request, recipe, quick), free)
+
+
+def _keep_units(plan: Plan, free: float) -> Plan:
+    """Return the plan with units that stay unsharded while answers are generated, if the run then needs no
+    more than without them, or SHARE_TO_KEEP of `free` bytes (inf: unknown). The run does as planned."""
+    if not plan.kept_peaks:
+        return plan
+    with_units = plan.with_kept_units()
+    most = 0.0 if math.isinf(free) else SHARE_TO_KEEP * free
+    return with_units if with_units.device_bytes <= max(plan.device_bytes, most) else plan
 
 
 def choose_checkpointing(

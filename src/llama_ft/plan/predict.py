@@ -22,13 +22,14 @@ from llama_ft.models.base.attention_kernels import AMPERE, T4
 from llama_ft.models.computing.pieces import sampled_pieces
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory, Phase
+from llama_ft.plan.fake.answers import generate_twice, plan_answers
 from llama_ft.plan.fake.attention_workspace import sdpa_of_a_gpu
 from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, loader_of_headers, shared_headers
 from llama_ft.plan.fake.patches import planned_models
 from llama_ft.plan.fake.saved import pinned_excess_of, result_bytes_of, saves_copies
 from llama_ft.plan.fake.tracker import MemoryTracker, states_of
 from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
-from llama_ft.plan.types import Peak, Plan, PlannedMedia, PlanRequest, Recipe
+from llama_ft.plan.types import SLACK, Peak, Plan, PlannedMedia, PlanRequest, Recipe
 from llama_ft.runtime import Ranks, Target, computing_on, log_off
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 from llama_ft.runtime.sequence import share_sequences
@@ -36,9 +37,6 @@ from llama_ft.training.objectives.base import PlannedGeneration
 from llama_ft.training.objectives.first_pass import FirstPass
 
 QUICK_LAYERS = (3, 5)
-# Memory that the CUDA allocator reserves, over allocated memory. Simulations of it for 11 plans of 1B
-# to 70B (full fine-tuning, LoRA and quantized, on 1 to 16 GPUs) gave 1.002 to 1.025.
-SLACK = 1.03
 PLANNED_MICRO_BATCHES = 2  # further ones take the same memory as the second
 OFFLOADED: tuple[MemoryCategory, ...] = (
     "sharded parameters",
@@ -282,6 +280,7 @@ class _PlannedStep(NamedTuple):
     micro_batches: int
     flops: int
     peaks: dict[Phase, Peak]  # with that of loading
+    kept_peaks: list[Peak]  # see `Plan`
     host_activation_bytes: int  # offloaded
     generation: PlannedGeneration | None
 
@@ -298,7 +297,8 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
     count = objective.micro_batches(request.data_size)
     step_flops = _step_flops(config, built.model, batch, request.target_share, count)
     longest = min(context_length, request.longest_example or context_length)
-    generation = objective.plan_generation(built, longest, ranks, tracker)
+    generate = partial(objective.plan_generation, built, longest, ranks, tracker)
+    generation = generate_twice(generate, built, tracker)
     loop = training.LoopState(config, training.TrainState(config.train).scale, None, tracker)
     planned = [batch] * min(count, PLANNED_MICRO_BATCHES)
     step = StepBatches(batches=planned, target_tokens=1, samples=1)
@@ -309,11 +309,16 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
     if validation is not None:
         _validate(built, objective, validation, tracker, ranks)
     del losses
-    if validation is not None and config.train.score:
-        _answer(request, built.model, context_length, tracker)
+    plan_answers(config.train, validation is not None, longest, built, tracker)
     del waiting
     return _PlannedStep(
-        batch.tokens, count, step_flops, tracker.peaks, tracker.most_offloaded_bytes, generation
+        batch.tokens,
+        count,
+        step_flops,
+        tracker.peaks,
+        list(tracker.kept_peaks.values()),
+        tracker.most_offloaded_bytes,
+        generation,
     )
 
 
@@ -400,23 +405,6 @@ def _validate(
     built.model.train()
 
 
-def _answer(
-    request: PlanRequest, model: PreTrainedModel, context_length: int, tracker: MemoryTracker
-) -> None:
-    """Run the forward pass of a batch of scored answers (--score) after their last token. Its cache
-    of keys and values, and its attention mask, have their largest size then."""
-    train = request.config.train
-    longest = min(context_length, request.longest_example or context_length)
-    length = longest + train.score_tokens
-    ids = torch.zeros(train.score_batch_size, length, dtype=torch.int64)
-    tracker.enter("evaluation")
-    model.eval()
-    with torch.no_grad():
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1)
-    training.free_unsharded(model)
-    model.train()
-
-
 def _step_flops(
     config: Config, model: PreTrainedModel, batch: Batch, target_share: float, count: int
 ) -> int:
@@ -463,6 +451,7 @@ def _memory(
         pinned_excess: see `pinned_excess_of`.
     """
     by_phase = step.peaks
+    kept_peaks = step.kept_peaks
     load = by_phase["load"]
     save = by_phase["save"]
     if request.device == "cpu":
@@ -483,11 +472,8 @@ def _memory(
         # gradients move to the host as soon as they are reduced
         if request.config.fsdp.fsdp_cpu_offload:
             offloaded = sum(by_phase["optimizer step"].holders[holder] for holder in OFFLOADED)
-            on_device = [peak.holders | dict.fromkeys(OFFLOADED, 0) for peak in peaks]
-            peaks = [
-                Peak(peak.phase, sum(holders.values()), holders)
-                for peak, holders in zip(peaks, on_device, strict=True)
-            ]
+            peaks = [_without_offloaded(peak) for peak in peaks]
+            kept_peaks = [_without_offloaded(peak) for peak in kept_peaks]
         largest = max(peak.bytes for peak in peaks)
         reserved = round(SLACK * largest)
         outside = CUDA_CONTEXT_BYTES + (NCCL_BYTES if request.world_size > 1 else 0)
@@ -498,12 +484,18 @@ def _memory(
         }
     return {
         "peaks": peaks,
+        "kept_peaks": kept_peaks,
         "reserved_bytes": max(largest, reserved),
         "outside_bytes": outside,
         "sequence_size": request.config.fsdp.sequence_parallel_size,
         "host_activation_bytes": step.host_activation_bytes,
         **on_host,
     }
+
+
+def _without_offloaded(peak: Peak) -> Peak:
+    holders = peak.holders | dict.fromkeys(OFFLOADED, 0)
+    return Peak(peak.phase, sum(holders.values()), holders)
 
 
 def _plannable(config: Config) -> Config:
@@ -528,12 +520,17 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
     def at(a: int, b: int) -> int:
         return round(a + (b - a) * (layers - first) / (second - first))
 
-    peaks = []
-    for before, after in zip(few.peaks, more.peaks, strict=True):
-        holders = dict[MemoryCategory, int]()
-        for name, size in before.holders.items():
-            holders[name] = at(size, after.holders[name])
-        peaks.append(Peak(before.phase, sum(holders.values()), holders))
+    def all_at(few_peaks: list[Peak], more_peaks: list[Peak]) -> list[Peak]:
+        peaks = []
+        for before, after in zip(few_peaks, more_peaks, strict=True):
+            holders = dict[MemoryCategory, int]()
+            for name, size in before.holders.items():
+                holders[name] = at(size, after.holders[name])
+            peaks.append(Peak(before.phase, sum(holders.values()), holders))
+        return peaks
+
+    peaks = all_at(few.peaks, more.peaks)
+    kept_peaks = all_at(few.kept_peaks, more.kept_peaks)
     names = (
         "host_load_bytes",
         "host_save_bytes",
@@ -551,7 +548,7 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
     largest = max(peak.bytes for peak in peaks)
     on_cpu = max(largest, numbers["reserved_bytes"])  # above the peaks if a copy is being written
     numbers["reserved_bytes"] = round(SLACK * largest) if more.device == "cuda" else on_cpu
-    return dataclasses.replace(more, peaks=peaks, **numbers)
+    return dataclasses.replace(more, peaks=peaks, kept_peaks=kept_peaks, **numbers)
 
 
 def _planned_target(request: PlanRequest) -> Target:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,14 @@ from llama_ft.runtime import Ranks, log
 SECONDS_FOR_PLAN = 15.0
 SECONDS_FOR_ADVICE = 60.0
 SECONDS_FOR_CHOICE = 120.0
+
+
+class PlannedMemory(NamedTuple):
+    """What a run must know of its plan: the share of the free memory that it takes, and whether FSDP units
+    stay unsharded while answers are generated."""
+
+    share: float
+    keeps_units: bool
 
 
 class Preflight:
@@ -124,22 +132,21 @@ class Preflight:
         notes = [f"{name} auto: {value} (not planned: {answer})" for name, value in chosen.items()]
         return dataclasses.replace(config, train=dataclasses.replace(config.train, **chosen)), notes
 
-    def report(self, output_dir: Path, ranks: Ranks) -> float | None:
+    def report(self, output_dir: Path, ranks: Ranks) -> PlannedMemory | None:
         """Write plan.json, log the predicted memory, and warn if it is more than is available.
-        Return the planned share of the free memory, on all ranks; None if there is no plan. All
-        ranks call it together."""
+        Return what was planned, on all ranks; None if there is no plan. All ranks call it together."""
         return ranks.broadcast_from_rank0(partial(self._report, output_dir))
 
-    def _report(self, output_dir: Path) -> float | None:
-        share = None
+    def _report(self, output_dir: Path) -> PlannedMemory | None:
+        planned = None
         if self._pipe is None:
-            return share
+            return planned
         plan = self._receive(SECONDS_FOR_PLAN)
         if isinstance(plan, Plan):
             plan.save(output_dir)
             needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} per rank"
             log.info(f"Planned peak: {needs}, in phase {plan.peak.phase} (details: plan.json)")
-            share = plan.device_bytes / max(1.0, self._free)
+            planned = PlannedMemory(plan.device_bytes / max(1.0, self._free), plan.keeps_units)
             if plan.device_bytes > self._free:
                 fits = self._receive(SECONDS_FOR_ADVICE)
                 log.warning(
@@ -152,7 +159,7 @@ class Preflight:
         else:
             log.info(f"No memory plan: {plan}")
         self._end()
-        return share
+        return planned
 
     def _end(self) -> None:
         if self._pipe is not None:

@@ -68,7 +68,7 @@ class Evaluation:
 
     def _score(self, run: TrainingRun, step: int) -> dict[str, SetScore]:
         """Return the scores of each validation set; none without --score."""
-        scores = self._scores.score(run.built.model, run.batches.layout, run.ranks)
+        scores = self._scores.score(run.built, run.batches.layout, run.ranks)
         for name, score in scores.items():
             when = f"step {step}, {name}" if name else f"step {step}"
             _keep(run, when, score.samples, "scored")
@@ -77,7 +77,7 @@ class Evaluation:
     def show_answers(self, run: TrainingRun, when: str) -> None:
         """Log the answers to the sample prompts under the heading `when`."""
         answers = training.answer_prompts(
-            run.built.model,
+            run.built,
             self._tokenizer,
             self._prompts,
             run.config.train.sample_tokens,

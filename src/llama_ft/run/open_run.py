@@ -84,8 +84,10 @@ def open_run(
         bad_samples = inputs.dataset.bad_samples
         if bad_samples is not None:
             shutil.copyfile(bad_samples, directory / BAD_SAMPLES_FILE)
-    planned_share = setup.preflight.report(directory, ranks)
-    use_spare_memory(planned_share, built, config, inputs.dataset.longest_example, ranks)
+    planned = setup.preflight.report(directory, ranks)
+    share = None if planned is None else planned.share
+    built.keeps_units = None if planned is None else planned.keeps_units
+    use_spare_memory(share, built, config, inputs.dataset.longest_example, ranks)
     parts = [*parts, *setup.remote.parts(), Summary(setup.recipes, setup.started_at)]
 
     def saved(step: int) -> None:

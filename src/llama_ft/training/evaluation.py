@@ -96,9 +96,7 @@ class Scores:
     ) -> None:
         pass
 
-    def score(
-        self, model: PreTrainedModel, layout: BatchLayout, ranks: Ranks
-    ) -> dict[str, SetScore]:
+    def score(self, built: BuiltModel, layout: BatchLayout, ranks: Ranks) -> dict[str, SetScore]:
         """Answer all questions, and return the scores by the name of the set. All ranks call it."""
         return {}  # also for reward models, which cannot generate
 
@@ -324,7 +322,7 @@ def check_sample_prompts(
 
 @torch.no_grad()
 def answer_prompts(
-    model: PreTrainedModel,
+    built: BuiltModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[SamplePrompt],
     new_tokens: int,
@@ -336,7 +334,7 @@ def answer_prompts(
     shard of the weights.
 
     Args:
-        model: in training mode, also afterwards.
+        built: the model, in training mode, also afterwards.
         tokenizer: with its chat template. Without one, the last message of a chat is a text to
             continue.
         questions: the result of `sample_prompts`.
@@ -351,6 +349,7 @@ def answer_prompts(
     if not questions:
         return []
     prompts = [one.encode(tokenizer, layout.media) for one in questions]
+    model = built.model
     # config.json of Llava has none
     ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     before = model.generation_config
@@ -359,7 +358,7 @@ def answer_prompts(
     model.generation_config = config
     longest = longest_answer(model, prompts, new_tokens)
     try:
-        texts = generate_batch(model, tokenizer, prompts, longest, layout, ranks)
+        texts = generate_batch(built, tokenizer, prompts, longest, layout, ranks)
     finally:
         model.generation_config = before
     answers = []
@@ -412,7 +411,7 @@ def towers_in_root(model: PreTrainedModel, media: Media | None) -> AbstractConte
 
 @torch.no_grad()
 def generate_batch(
-    model: PreTrainedModel,
+    built: BuiltModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     new_tokens: int,
@@ -423,8 +422,8 @@ def generate_batch(
     around them. All ranks must call it equally often.
 
     Args:
-        model: in training mode, also afterwards. Its generation_config says how to generate, with
-            a list of the tokens that end an answer.
+        built: the model, in training mode, also afterwards. Its generation_config says how to generate,
+            with a list of the tokens that end an answer.
         tokenizer: decodes the answers.
         prompts: token ids of each.
         new_tokens: maximum number of tokens in an answer.
@@ -434,6 +433,7 @@ def generate_batch(
     Raises:
         Stopped: a signal has asked to stop; the answers are abandoned.
     """
+    model = built.model
     arguments = prompt_arguments(model, prompts, layout.media, model.device)
     width = arguments["input_ids"].shape[1]
     # All ranks call the model equally often, also those whose answers have ended. `prepend`: before
@@ -442,7 +442,7 @@ def generate_batch(
     try:
         with (
             evaluating(model),
-            units_kept_if_they_fit(model, ranks),
+            units_kept_if_they_fit(built, ranks),
             towers_in_root(model, layout.media),
         ):
             tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides

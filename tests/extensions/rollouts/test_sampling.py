@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy
 import pytest
@@ -17,6 +15,7 @@ from llama_ft.errors import RunFailure
 from llama_ft.extensions.rollouts.rounds import Answer, Prompt
 from llama_ft.extensions.rollouts.sampling import OwnSampler, Sampling
 from llama_ft.inference.load import LoadedModel
+from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks
 
 STOP = [7, 11, 30, 48]  # frequent enough in answers of a random model
@@ -46,8 +45,7 @@ class Loaded:
     def sample(
         self, sampling: Sampling, batch_size: int = 8, prompts: Sequence[Prompt] = PROMPTS
     ) -> list[list[Answer]]:
-        built: Any = SimpleNamespace(model=self.model)
-        opened = LoadedModel(built, self.tokenizer, "")
+        opened = LoadedModel(BuiltModel(self.model), self.tokenizer, "")
         return OwnSampler(opened, sampling, batch_size, self._runtime).sample(prompts, step=3)
 
     def logits(self, prompt: Prompt, answer: Answer) -> torch.Tensor:

@@ -25,6 +25,7 @@ from llama_ft.extensions.scores.scoring import (
     find_questions,
     same_json,
 )
+from llama_ft.models import BuiltModel
 
 EVALUATE = REPOSITORY / "tests" / "evaluate_cases.py"
 OWN = '''
@@ -216,7 +217,7 @@ def test_several_answers_are_sampled_and_give_pass_at_k(
     layout = BatchLayout(data_size=1, data_rank=0, micro_batch=1)
     before = torch.random.get_rng_state()
     (tmp_path / "answers").unlink()
-    scores = [answering.score(model, layout, runtime)[""] for _ in range(2)]
+    scores = [answering.score(BuiltModel(model), layout, runtime)[""] for _ in range(2)]
     assert torch.random.get_rng_state().equal(before)
     lines = (tmp_path / "answers").read_text().splitlines()
     count = 3 * len(QUESTIONS)

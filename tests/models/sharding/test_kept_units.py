@@ -1,6 +1,7 @@
-"""Units stay unsharded for the length of an answer, if they fit."""
+"""Units stay unsharded for the length of an answer, as planned, or without a plan if they fit."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from tiny_llama import tiny_llama
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM
 
 from llama_ft.config import FSDPConfig
 from llama_ft.models import BuiltModel, apply_fsdp
@@ -21,13 +21,13 @@ NEW_TOKENS = 5
 
 
 @pytest.fixture
-def model(runtime: Ranks) -> LlamaForCausalLM:
+def built(runtime: Ranks) -> BuiltModel:
     """A sharded model. Its units are cast when they are unsharded."""
     torch.manual_seed(0)
-    model = tiny_llama(num_hidden_layers=3).eval()
-    precision = PRECISIONS["bf16_mixed"]
-    apply_fsdp(BuiltModel(model), runtime.mesh, FSDPConfig(enable_fsdp=True), precision)
-    return model
+    built = BuiltModel(tiny_llama(num_hidden_layers=3).eval())
+    settings = FSDPConfig(enable_fsdp=True)
+    built.sharding = apply_fsdp(built, runtime.mesh, settings, PRECISIONS["bf16_mixed"])
+    return built
 
 
 @pytest.fixture
@@ -44,36 +44,47 @@ def unsharded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FSDPParamGroup]]
     yield found
 
 
-def answer(model: LlamaForCausalLM, ranks: Ranks) -> list[int]:
+def answer(built: BuiltModel, ranks: Ranks) -> list[int]:
+    model: Any = built.model
     prompt = torch.tensor([[3, 1, 4, 1, 5]])
-    with torch.no_grad(), units_kept_if_they_fit(model, ranks):
+    with torch.no_grad(), units_kept_if_they_fit(built, ranks):
         tokens = model.generate(
             prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
         )
     free_unsharded(model)
-    return tokens[0].tolist()
+    ids: list[int] = tokens[0].tolist()
+    return ids
 
 
-def test_units_are_unsharded_once_per_answer_if_they_fit(
-    model: LlamaForCausalLM,
+@pytest.mark.parametrize(
+    ("planned", "share", "is_kept"),
+    # without a plan the free memory decides
+    [(None, 0.0, False), (None, 0.5, True), (False, 0.5, False), (True, 0.0, True)],
+)
+def test_units_are_unsharded_once_per_answer_if_planned_or_if_they_fit(
+    planned: bool | None,
+    share: float,
+    is_kept: bool,
+    built: BuiltModel,
     unsharded: list[FSDPParamGroup],
     runtime: Ranks,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(kept_units, "SHARE_FOR_UNITS", 0.0)
-        expected = answer(model, runtime)
-    # Two layers are freed after each token. The last layer and the root stay in any case.
-    assert len(unsharded) == len(set(unsharded)) + 2 * (NEW_TOKENS - 1)
+    monkeypatch.setattr(kept_units, "SHARE_FOR_UNITS", share)
+    built.keeps_units = not is_kept
+    expected = answer(built, runtime)
     unsharded.clear()
-    assert answer(model, runtime) == expected
-    assert len(unsharded) == len(set(unsharded)) > 2
+    built.keeps_units = planned
+    assert answer(built, runtime) == expected
+    # Two layers are freed after each token. The last layer and the root stay in any case.
+    again = 0 if is_kept else 2 * (NEW_TOKENS - 1)
+    assert len(unsharded) == len(set(unsharded)) + again > 2
 
 
-def test_units_are_freed_after_their_forward_pass_again(
-    model: LlamaForCausalLM, runtime: Ranks
-) -> None:
-    answer(model, runtime)
+def test_units_are_freed_after_their_forward_pass_again(built: BuiltModel, runtime: Ranks) -> None:
+    built.keeps_units = True
+    answer(built, runtime)
+    model: Any = built.model
     first, *_ = model.model.layers
     assert isinstance(first, FSDPModule)
     model(input_ids=torch.tensor([[3, 1, 4]]))
@@ -82,4 +93,4 @@ def test_units_are_freed_after_their_forward_pass_again(
 
 def test_a_model_without_units_is_not_changed(runtime: Ranks) -> None:
     plain = tiny_llama(num_hidden_layers=2).eval()
-    assert len(answer(plain, runtime)) == 5 + NEW_TOKENS
+    assert len(answer(BuiltModel(plain), runtime)) == 5 + NEW_TOKENS

@@ -31,6 +31,7 @@ from llama_ft.errors import RunFailure
 from llama_ft.extensions.rollouts.rounds import Answer, Prompt
 from llama_ft.inference.load import LoadedModel
 from llama_ft.models import vocabulary_size
+from llama_ft.models.sharding.kept_units import units_kept_if_they_fit
 from llama_ft.runtime import Ranks
 from llama_ft.training import free_unsharded
 from llama_ft.training.evaluation import prompt_arguments
@@ -92,6 +93,7 @@ class OwnSampler:
         self, opened: LoadedModel, sampling: Sampling, batch_size: int, ranks: Ranks
     ) -> None:
         self.source = {"kind": "own generation"}
+        self._built = opened.built
         self._model = opened.model
         self._tokenizer = opened.tokenizer
         self._sampling = sampling
@@ -106,6 +108,19 @@ class OwnSampler:
     def sample(self, prompts: Sequence[Prompt], step: int) -> list[list[Answer]]:
         """Return the answers to each prompt of a round. All ranks call it, and get all answers."""
         ranks = self._ranks
+        with units_kept_if_they_fit(self._built, ranks):
+            answers = self._own_answers(prompts, step)
+        free_unsharded(self._model)
+        together = dict[_Item, Answer]()
+        for part in ranks.gather(answers):
+            together |= part
+        numbers = range(self._sampling.num_generations)
+        indices = range(len(prompts))
+        return [[together[_Item(index, number)] for number in numbers] for index in indices]
+
+    def _own_answers(self, prompts: Sequence[Prompt], step: int) -> dict[_Item, Answer]:
+        """Return the answers of this rank's batches."""
+        ranks = self._ranks
         batches = list(self._batches(prompts))
         answers = dict[_Item, Answer]()
         for first in range(0, len(batches), ranks.answering.size):
@@ -118,12 +133,7 @@ class OwnSampler:
             answered = self._answer(batch, prompts, step)
             if is_own:
                 answers |= answered
-        together = dict[_Item, Answer]()
-        for part in ranks.gather(answers):
-            together |= part
-        numbers = range(self._sampling.num_generations)
-        indices = range(len(prompts))
-        return [[together[_Item(index, number)] for number in numbers] for index in indices]
+        return answers
 
     def _batches(self, prompts: Sequence[Prompt]) -> Iterator[list[_Item]]:
         """Yield what is generated at once. The answers of a batch have one maximum length."""
@@ -157,15 +167,12 @@ class OwnSampler:
         token_ids = [prompt.token_ids for prompt in own_prompts]
         arguments = prompt_arguments(self._model, token_ids, None, self._ranks.device)
         choose = ChooseTokens(seeds, longest, self._sampling, arguments["input_ids"])
-        is_sharded = self._ranks.shard.size > 1
         self._model.generate(  # type: ignore[operator]  # a mixin's method
             **arguments,
             max_new_tokens=longest,
             logits_processor=LogitsProcessorList([choose]),
-            synced_gpus=is_sharded,
+            synced_gpus=self._ranks.shard.size > 1,
         )
-        if is_sharded:
-            free_unsharded(self._model)
         tokens = torch.stack(choose.tokens, dim=1).cpu().numpy()
         logprobs = torch.stack(choose.logprobs, dim=1).cpu().numpy()
         answers = {}

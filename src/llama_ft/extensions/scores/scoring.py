@@ -21,7 +21,6 @@ import numpy
 import torch
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import IGNORED, BatchLayout, stop_token_ids
@@ -29,6 +28,7 @@ from llama_ft.data.media import MediaPrompt
 from llama_ft.data.read.media import PATHS
 from llama_ft.errors import UserError
 from llama_ft.evaluation.pass_at_k import mean_pass_at_k, powers_of_two
+from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks
 from llama_ft.training.evaluation import Scores, SetScore, generate_batch, longest_answer
 from llama_ft.user_function import load_function
@@ -128,13 +128,11 @@ class AnswerScores(Scores):
                 self._score(question, question.reference)
             self._questions[name] = [one for one in questions for _ in range(self._answers)]
 
-    def score(
-        self, model: PreTrainedModel, layout: BatchLayout, ranks: Ranks
-    ) -> dict[str, SetScore]:
+    def score(self, built: BuiltModel, layout: BatchLayout, ranks: Ranks) -> dict[str, SetScore]:
         """Answer all questions. All ranks must call it.
 
         Args:
-            model: in training mode, also afterwards.
+            built: the model, in training mode, also afterwards.
             layout: of batches: what makes their tensors, and the token that fills answers that end
                 before the longest one.
             ranks: the ranks. Each generates some of the batches.
@@ -143,6 +141,7 @@ class AnswerScores(Scores):
             Stopped: a signal has asked to stop.
             UserError: the function raises an error or returns no number.
         """
+        model = built.model
         before = model.generation_config
         known = before.eos_token_id
         if known is None:
@@ -156,7 +155,7 @@ class AnswerScores(Scores):
         )
         try:
             return {
-                name: self._score_set(model, questions, layout, ranks)
+                name: self._score_set(built, questions, layout, ranks)
                 for name, questions in self._questions.items()
             }
         finally:
@@ -164,7 +163,7 @@ class AnswerScores(Scores):
 
     def _score_set(
         self,
-        model: PreTrainedModel,
+        built: BuiltModel,
         questions: list[ScoredPrompt],
         layout: BatchLayout,
         ranks: Ranks,
@@ -180,9 +179,9 @@ class AnswerScores(Scores):
             # all ranks must generate equally often: one without a batch repeats the shortest prompt
             batch = batches[number] if is_own else order[-1:]
             prompts = [questions[index].prompt_ids for index in batch]
-            longest = longest_answer(model, prompts, self._tokens)
+            longest = longest_answer(built.model, prompts, self._tokens)
             with self._seeded(number, ranks):
-                texts = generate_batch(model, self._tokenizer, prompts, longest, layout, ranks)
+                texts = generate_batch(built, self._tokenizer, prompts, longest, layout, ranks)
             if is_own:
                 answers |= dict(zip(batch, texts, strict=True))
         return self._gather(questions, answers, ranks)

@@ -30,7 +30,6 @@ from llama_ft.models.base.torch_2_11 import allow_integers
 from llama_ft.models.built import BuiltModel, FsdpUnit, Sharding
 from llama_ft.models.quantization.layers import weight_counts
 from llama_ft.models.sharding.dtypes import fp32_modules
-from llama_ft.models.sharding.kept_units import remember_units
 from llama_ft.runtime.devices import Precision
 from llama_ft.runtime.target import current_target
 
@@ -79,7 +78,6 @@ def apply_fsdp(
             mp_policy=in_fp32 if module in fp32_units else policy,
             reshard_after_forward=module in resharded,
         )
-    remember_units(model, resharded, sum(unit.bytes for unit in units))
     shard_one(model, mp_policy=policy, reshard_after_forward=False)
     # On a GPU the next unit can be all-gathered while one computes.
     if mesh["shard"].size() > 1 and current_target().is_cuda:
@@ -95,7 +93,7 @@ def apply_fsdp(
             if gloo.is_over_gloo(mesh):
                 gloo.use_gloo_collectives(module)
     # The root is unsharded first in the next forward pass, so keeping it takes no more memory.
-    return Sharding(units, kept_unsharded=[*modules, model] if is_kept else [model])
+    return Sharding(units, [*modules, model] if is_kept else [model], resharded)
 
 
 def _used_as_stored(

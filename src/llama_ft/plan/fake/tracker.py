@@ -71,12 +71,14 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         peaks: the peak of each phase.
+        kept_peaks: those of `keeping_units`.
         most_offloaded_bytes: most pinned host memory of --activation_offload.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.peaks: dict[Phase, Peak] = {}
+        self.kept_peaks: dict[Phase, Peak] = {}
         self._now = 0  # bytes of all living storages
         self._holders: dict[MemoryCategory, int] = dict.fromkeys(MEMORY_CATEGORIES, 0)
         self._holder: MemoryCategory = "temporaries"  # category of new storages
@@ -100,7 +102,17 @@ class MemoryTracker(TorchDispatchMode):
     def forget_steps(self) -> None:
         """Begin with new peaks of all phases but loading."""
         self.peaks = {"load": self.peaks["load"]}
+        self.kept_peaks = {}
         self.most_offloaded_bytes = 0
+
+    @contextmanager
+    def keeping_units(self) -> Iterator[None]:
+        """In the block, peaks are those of `kept_peaks`."""
+        self.peaks, self.kept_peaks = self.kept_peaks, self.peaks
+        try:
+            yield
+        finally:
+            self.peaks, self.kept_peaks = self.kept_peaks, self.peaks
 
     def leave(self) -> None:
         """See PhaseMonitor. What follows counts for the phase until another one begins."""
