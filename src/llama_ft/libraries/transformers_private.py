@@ -93,6 +93,8 @@ NAMES = {
     # Norms with the same code as this one get a faster kernel.
     ("models.llama.modeling_llama", "fused kernels"): "LlamaRMSNorm",
     ("pytorch_utils", "GPT-2"): "Conv1D",
+    # Replaced: it indexes with lists, which waits for the GPU.
+    ("models.falcon.modeling_falcon.FalconAttention", "Falcon"): "_split_heads(fused_qkv)",
     ("dynamic_module_utils", "export of models with own code"): (
         "get_relative_import_files(module_file)"
     ),

@@ -29,7 +29,6 @@ from llama_ft.libraries.evidence import EAGER_ATTENTION, FLASH_ATTENTION_ARGUMEN
 from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base import attention_kernels
 from llama_ft.models.base.layers import function_of_file
-from llama_ft.models.base.replaced import replace_method
 from llama_ft.models.base.replaced_functions import marked
 from llama_ft.models.base.torch_2_11 import shared_heads
 from llama_ft.models.built import BuiltModel
@@ -55,6 +54,7 @@ from llama_ft.models.packing.shared_sequences import (
     check_can_share,
 )
 from llama_ft.models.packing.sinks import attend_with_sinks
+from llama_ft.models.packing.without_waits import avoid_waits
 from llama_ft.runtime import Ranks
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
@@ -84,9 +84,7 @@ def use_packed_attention(built: BuiltModel, ranks: Ranks | None = None) -> Token
         check_can_share(model.config.get_text_config(), type(model).__name__, sequence)
     if mixers is None:
         mixers = TokenMixers(model, has_towers=bool(built.towers))
-        # GPT-2 looks for padding if it gets no mask, which waits for the GPU.
-        if hasattr(model.base_model, "warn_if_padding_and_no_attention_mask"):
-            replace_method(model.base_model, "warn_if_padding_and_no_attention_mask", _nothing)
+        avoid_waits(model)
         for tower in built.tower_modules:
             tower.register_forward_pre_hook(_without_samples, with_kwargs=True)
         model.register_forward_pre_hook(partial(_begin, mixers), with_kwargs=True)
@@ -184,10 +182,6 @@ def _without_samples(
     """Leave out the arguments on packed samples, which models pass on to their towers, too."""
     dropped = {"packed_samples", "use_cache"} | FLASH_ATTENTION_ARGUMENTS
     return args, {name: value for name, value in kwargs.items() if name not in dropped}
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 def _end(*_: Any) -> None:
