@@ -78,10 +78,10 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 }
 # parts, and seconds after which nothing starts and the running case is killed
 COMMANDS: dict[int, tuple[str, float]] = {
-    1: ("start,waits,attention,one_pass,lora8b,cases", 440.0),
+    1: ("start,waits,attention,triton,one_pass,lora8b,cases", 440.0),
     2: ("methods,quantized,sharded,full,quant8b,compiled", 440.0),
     3: ("resume,ends,oom,save,further,two_ranks", 440.0),
-    4: ("start,waits,attention,cases,methods,further,quantized,sharded,two_ranks", 440.0),
+    4: ("start,waits,attention,triton,cases,methods,further,quantized,sharded,two_ranks", 440.0),
 }
 
 

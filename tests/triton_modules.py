@@ -1,6 +1,7 @@
 """Modules with kernels in Triton, for tests without a GPU: to interpret them, or to compile them."""
 
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 TARGETS = (80, 86, 89, 90, 100, 120)
 
 
-def import_kernels(path: str) -> Any:
-    """Return a new copy of a module of llama_ft. Triton decides on import whether it interprets."""
+def import_kernels(path: str | Path) -> Any:
+    """Return a new copy of a module of llama_ft, or of another file. Triton decides on import whether it
+    interprets."""
     file = REPOSITORY / "src" / "llama_ft" / path
     spec = spec_from_file_location(f"copy_of_{file.stem}", file)
     assert spec is not None and spec.loader is not None
@@ -22,7 +24,7 @@ def import_kernels(path: str) -> Any:
     return module
 
 
-def import_interpreted(path: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def import_interpreted(path: str | Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a copy of a module whose kernels run in Triton's interpreter, on the CPU."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

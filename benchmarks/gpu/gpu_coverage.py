@@ -23,6 +23,7 @@ WHOLE = {
     "start": "imports, a process group of one rank, expandable segments",
     "waits": "waits of the host",
     "attention": "attention kernels",
+    "triton": "kernels in Triton for experts and MXFP4, attention with sinks",
     "one_pass": "kernels of the optimizer and of dequantizing",
     "quantized": "4-bit and 8-bit weights, AdamW8bit",
     "sharded": "fully_shard with quantized parameters",

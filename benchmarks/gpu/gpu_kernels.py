@@ -700,9 +700,17 @@ def _early_gathers() -> Finding:
     return f"{error:.1e}", error < 1e-2
 
 
+def triton() -> dict[str, Check]:
+    """See gpu_triton.py."""
+    from benchmarks.gpu import gpu_triton
+
+    return gpu_triton.triton()
+
+
 PARTS: dict[str, Callable[[], dict[str, Check]]] = {
     "start": start,
     "attention": attention,
+    "triton": triton,
     "one_pass": one_pass,
     "quantized": quantized,
     "sharded": sharded,

@@ -46,7 +46,7 @@ def test_checks_of_sharded_tensors_pass_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kernel_checks_pass_on_the_cpu(tmp_path: Path) -> None:
-    check("start,attention,quantized", tmp_path, 200)
+    check("start,attention,triton,quantized", tmp_path, 200)
 
 
 def test_a_command_ends_in_time_and_lists_skipped_cases(tmp_path: Path) -> None:

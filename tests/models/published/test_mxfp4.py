@@ -1,13 +1,17 @@
 """MXFP4 is dequantized in few passes over memory: by operators of torch, and by a kernel in Triton."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from emulated_cuda.test_triton import BF16, Kernel, compile_for
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_modules import TARGETS, import_interpreted, import_kernels, needs_triton
 
+from llama_ft.cpu.one_kernel import TritonKernels
 from llama_ft.models.published import mxfp4
 from llama_ft.models.published.mxfp4 import StoredMxfp4
 
@@ -68,6 +72,26 @@ def test_the_kernel_writes_the_same_values(
     codes, scale, expected = weights(37, 96)
     found = kernel.dequantize(codes, scale, dtype)
     assert torch.equal(found, expected.to(dtype))
+
+
+@needs_triton
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_kernel_that_reads_the_high_half_first_is_not_used(
+    is_wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (REPOSITORY / "src" / "llama_ft" / KERNEL).read_text()
+    right = "tl.join(value_of(pairs & 15) * factor, value_of(pairs >> 4) * factor)"
+    wrong = "tl.join(value_of(pairs >> 4) * factor, value_of(pairs & 15) * factor)"
+    assert text.count(right) == 1
+    (tmp_path / "own_kernel.py").write_text(text.replace(right, wrong) if is_wrong else text)
+    name = "own_kernel_of_a_test"
+    monkeypatch.setitem(
+        sys.modules, name, import_interpreted(tmp_path / "own_kernel.py", monkeypatch)
+    )
+    kernels = TritonKernels(name, "", mxfp4.KERNELS._references)
+    codes, scale, expected = weights(37, 96)
+    found = kernels.call("dequantize", codes, scale, torch.bfloat16)
+    assert found is None if is_wrong else torch.equal(found, expected.bfloat16())
 
 
 @pytest.mark.slow

@@ -26,13 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from llama_ft.libraries.evidence import EXPERTS_IMPLEMENTATIONS, is_experts
 from llama_ft.libraries.transformers_private import private
 from llama_ft.models.adapters.lora_linear import lora_linear
-from llama_ft.models.base.grouped_matmul import (
-    KERNELS,
-    groups_with_rows,
-    multiplies_by_group,
-    on_host,
-    placed,
-)
+from llama_ft.models.base.grouped_matmul import multiplied, multiplies_by_group, placed
 from llama_ft.models.base.replaced import become, reads_as
 from llama_ft.models.quantization.layers import QuantizedStacks
 from llama_ft.operators import LIBRARY
@@ -59,17 +53,7 @@ def _lora_experts(
     """Compute y [tokens, out] from x [tokens, in] and u [tokens, r], sorted by experts. Those of
     expert e end before ends[e]; see `placed`."""
     if multiplies_by_group(x.dtype):
-        right = _with_unit_stride(right)
-        if ends.is_cuda:
-            whole = KERNELS.call("multiply", x, weight, ends, (u, right, scaling))
-            if whole is not None:
-                return cast(torch.Tensor, whole)
-            ends = on_host(ends)
-        y = x.new_empty(len(x), weight.shape[2])
-        for expert, rows in groups_with_rows(ends):
-            of_expert = torch.mm(x[rows], weight[expert], out=y[rows])
-            of_expert.addmm_(u[rows], right[expert], alpha=scaling)
-        return y
+        return multiplied(x, weight, ends, (u, _with_unit_stride(right), scaling))
     y = functional.grouped_mm(x, weight, offs=ends)
     return y.add_(_small_product(u, _ready(right, 1), ends), alpha=scaling)
 

@@ -23,16 +23,13 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from llama_ft.cpu.one_kernel import TritonKernels
+from llama_ft.cpu.one_kernel import Comparison, TritonKernels
 from llama_ft.models.base.attention_kernels import AMPERE
 from llama_ft.operators import LIBRARY
 from llama_ft.runtime.target import current_target
 
 # H100 and H200; B200 and B300
 MAJORS_WITH_KERNEL = (9, 10)
-KERNELS = TritonKernels(
-    "llama_ft.models.base.grouped_kernel", "experts are multiplied one after another"
-)
 CUBLAS_TILE = 128  # rows and columns of the output that a multiprocessor computes at once
 
 LIBRARY.define("grouped_matmul(Tensor x, Tensor weight, Tensor ends) -> Tensor")
@@ -49,7 +46,7 @@ def multiplies_by_group(dtype: torch.dtype) -> bool:
 
 
 def groups_with_rows(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the number and the rows of each group that has rows. `ends`: on the host."""
+    """Yield the number and the rows of each group that has rows. `ends`: on the host, or the host waits."""
     start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
@@ -57,16 +54,36 @@ def groups_with_rows(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """x [rows, in] times weight [groups, in, out] -> [rows, out]. For `ends` see `placed`."""
+LowRank = tuple[torch.Tensor, torch.Tensor, float]  # see `multiplied`
+
+
+def multiplied(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, low_rank: LowRank | None = None
+) -> torch.Tensor:
+    """Compute x W + scaling u R for each group -> [rows, out].
+
+    Args:
+        x: [rows, in].
+        weight: W, [groups, in, out].
+        ends: see `placed`.
+        low_rank: u [rows, r], R [groups, r, out], and scaling.
+    """
     if ends.is_cuda:
-        whole = KERNELS.call("multiply", x, weight, ends)
+        whole = KERNELS.call("multiply", x, weight, ends, low_rank)
         if whole is not None:
             return cast(torch.Tensor, whole)
-        ends = on_host(ends)
+    return _multiply_in_turn(x, weight, on_host(ends), low_rank)
+
+
+def _multiply_in_turn(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, low_rank: LowRank | None = None
+) -> torch.Tensor:
     y = x.new_empty(len(x), weight.shape[2])
     for group, rows in groups_with_rows(ends):
-        torch.mm(x[rows], weight[group], out=y[rows])
+        of_group = torch.mm(x[rows], weight[group], out=y[rows])
+        if low_rank is not None:
+            u, right, scaling = low_rank
+            of_group.addmm_(u[rows], right[group], alpha=scaling)
     return y
 
 
@@ -76,7 +93,10 @@ def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor
         whole = KERNELS.call("outer", x, gradient, ends)
         if whole is not None:
             return cast(torch.Tensor, whole)
-        ends = on_host(ends)
+    return _outer_in_turn(x, gradient, on_host(ends))
+
+
+def _outer_in_turn(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     groups = list(groups_with_rows(ends))
     make = x.new_empty if len(groups) == len(ends) else x.new_zeros
     result = make(len(ends), x.shape[1], gradient.shape[1])
@@ -85,7 +105,47 @@ def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor
     return result
 
 
-LIBRARY.impl("grouped_matmul", _grouped_matmul, "CompositeExplicitAutograd")
+# How the kernels are compared with matmuls in turn: on so many rows, and columns of x^T g, which is
+# as large as all weights. Both ways round sums of fp32 to 16 bits, with a low-rank part twice.
+COMPARED_ROWS = 256
+COMPARED_COLUMNS = 128
+TOLERANCE = 0.02
+
+
+def _few_rows(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, low_rank: LowRank | None = None
+) -> tuple[Any, ...]:
+    x = x[:COMPARED_ROWS]
+    if low_rank is not None:
+        u, right, scaling = low_rank
+        low_rank = (u[:COMPARED_ROWS], right, scaling)
+    return x, weight, _few_ends(ends, len(x)), low_rank
+
+
+def _few_rows_and_columns(
+    x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor
+) -> tuple[Any, ...]:
+    x = x[:COMPARED_ROWS, :COMPARED_COLUMNS]
+    gradient = gradient[:COMPARED_ROWS, :COMPARED_COLUMNS]
+    return x, gradient, _few_ends(ends, len(x))
+
+
+def _few_ends(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return ends for fewer rows: some groups have more than a tile, or a part of one, others none."""
+    first = [min(end, rows) for end in (70, 70, 200)]
+    numbers = (first + first[-1:] * len(ends))[: len(ends) - 1]
+    return ends.new_tensor([*numbers, rows])
+
+
+KERNELS = TritonKernels(
+    "llama_ft.models.base.grouped_kernel",
+    "experts are multiplied one after another",
+    {
+        "multiply": Comparison(_multiply_in_turn, _few_rows, TOLERANCE),
+        "outer": Comparison(_outer_in_turn, _few_rows_and_columns, TOLERANCE),
+    },
+)
+LIBRARY.impl("grouped_matmul", multiplied, "CompositeExplicitAutograd")
 LIBRARY.impl("grouped_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
 
 
