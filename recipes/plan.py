@@ -68,6 +68,7 @@ def main(config: Config, options: PlanFlags) -> int:
     try:
         device = torch.device(request.device)
         room = options.fit_bytes or free_bytes(device, request.local_world_size)
+        original = request.config
         chosen, notes, planned = choose_settings(request, RECIPE, room, quick)
         for note in notes:
             report(note)
@@ -82,7 +83,7 @@ def main(config: Config, options: PlanFlags) -> int:
     values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
     text, exit_code = describe(planned), 0
     if options.fit:
-        answer, exit_code, own = answer_fit(request, RECIPE, planned, options, report)
+        answer, exit_code, own = answer_fit(request, RECIPE, planned, options, report, original)
         text, values = f"{text}\n\n{answer}", values | own
     print(json.dumps(values) if options.json else text, flush=True)
     return exit_code

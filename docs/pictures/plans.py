@@ -31,7 +31,7 @@ METHODS = {
     "LoRA, 8-bit base": "--quantization 8bit",
     "QLoRA": "--quantization 4bit",
 }
-RECORDED = "llama-ft plan --config examples/alpaca_lora.yaml --context_length 16384"
+RECORDED = "llama-ft plan --config alpaca_lora --context_length 16384"
 RECORDING = [
     f"{RECORDED} --fit rtx4090",
     f"{RECORDED} --activation_offload --fit rtx4090",

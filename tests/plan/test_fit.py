@@ -17,6 +17,7 @@ from llama_ft.plan.changes import SAVINGS, apply_changes, ladder
 from llama_ft.plan.fit import (
     USABLE,
     Fit,
+    as_started,
     choose_checkpointing,
     choose_settings,
     describe_fits,
@@ -400,6 +401,40 @@ def test_mlps_are_tiled_only_if_nothing_else_fits(
     assert choose(1) == (2048, smallest)
     flags = [" ".join(fit.flags) for fit in fits_of(request, finetuning, smallest / USABLE + 1)]
     assert flags == ["--tiled_mlp 2048"]
+
+
+def test_a_change_is_planned_as_the_run_with_it_chooses_what_is_auto(
+    finetuning: ModuleType, shallow_model: Path
+) -> None:
+    line = "--batch_size_training 8 --context_length 512 --activation_checkpointing auto"
+    request = request_for(line, 1, folder=shallow_model)
+    small = "--batch_size_training 1 --gradient_accumulation_steps 8 --activation_checkpointing off"
+    one = request_for(f"{small} --context_length 512", 1, folder=shallow_model)
+    unchecked = fitting.predict(one, finetuning.RECIPE, quick=True)
+    room = math.ceil(unchecked.device_bytes / USABLE)
+    chosen, _, _ = choose_settings(request, finetuning.RECIPE, room)
+    assert chosen.train.activation_checkpointing == "full"
+    resolved = dataclasses.replace(request, config=chosen)
+    [fit], _ = search(resolved, finetuning, room)
+    assert "--batch_size_training 1" in fit.flags
+    assert fit.config.train.activation_checkpointing == "full"
+    started = as_started(fit, request.config, resolved, finetuning.RECIPE, room, True)
+    assert started.config.train.activation_checkpointing == "off"
+    assert started.plan.device_bytes == unchecked.device_bytes > fit.plan.device_bytes
+    assert as_started(fit, chosen, resolved, finetuning.RECIPE, room, True) is fit
+    given = fit._replace(flags=["--activation_checkpointing full"])
+    assert as_started(given, request.config, resolved, finetuning.RECIPE, room, True) is given
+
+
+def test_a_run_that_fits_without_the_spare_memory_says_what_must_stay_free(
+    finetuning: ModuleType, shallow_model: Path
+) -> None:
+    request = request_for("--context_length 512", 1, folder=shallow_model)
+    plan = fitting.predict(request, finetuning.RECIPE, quick=True)
+    first, *_ = describe_fits(plan, [], plan.device_bytes, [""]).splitlines()
+    assert first.endswith(" per rank, and 3% must stay free.")
+    first, *_ = describe_fits(plan, [], plan.device_bytes - 1, [""]).splitlines()
+    assert first.endswith(" per rank.")
 
 
 def fits_of(request: PlanRequest, finetuning: ModuleType, room: float) -> list[Fit]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llama_ft.config import Config
+from llama_ft.config.settings.settings import SETTINGS, values_of
 from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import UserError
 from llama_ft.plan.changes import (
@@ -55,11 +56,13 @@ def answer_fit(
     planned: Plan,
     options: PlanFlags,
     report: Callable[[str], Any],
+    original: Config,
 ) -> tuple[str, int, dict[str, object]]:
     """Return the answer to --fit: a text, the exit code (0: the run fits, 3: with changes, 4: not),
-    and values for --json. For the arguments see `find_fits`."""
-    room = options.fit_bytes
-    fits = find_fits(request, recipe, room, planned, bool(options.quick), report)
+    and values for --json. `original`: with auto. For the other arguments see `find_fits`."""
+    room, quick = options.fit_bytes, bool(options.quick)
+    fits = find_fits(request, recipe, room, planned, quick, report)
+    fits = [as_started(fit, original, request, recipe, room, quick) for fit in fits]
     is_fit = has_room(planned, room)
     runs = [(fit.plan, fit.config) for fit in fits]
     if not runs:
@@ -174,6 +177,25 @@ def find_fits(
     return fits
 
 
+def as_started(
+    fit: Fit, original: Config, request: PlanRequest, recipe: Recipe, room: float, quick: bool
+) -> Fit:
+    """Return a fit as a run with its flags starts: it chooses again what is auto."""
+    flags = {flag.split()[0] for flag in fit.flags}
+    values = values_of(fit.config)
+    again = {
+        saving.setting: "auto"
+        for saving in auto_settings(original)
+        if SETTINGS[saving.setting].flag not in flags and values[saving.setting] != saving.auto[0]
+    }
+    config = changed(fit.config, again, request.device)
+    if not again or config is None:
+        return fit
+    run = dataclasses.replace(request, config=config, world_size=fit.plan.world_size)
+    chosen, _, plan = choose_settings(run, recipe, room, quick)
+    return fit._replace(config=chosen, plan=plan) if has_room(plan, room) else fit
+
+
 def gives_up_more(change: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether a change does all that the other one does, and more of it: further settings,
     or more ranks."""
@@ -195,8 +217,9 @@ def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str
     fit."""
     if has_room(planned, room):
         return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.\n{times[0]}".rstrip()
+    spare = "" if planned.device_bytes > room else f", and {1 - USABLE:.0%} must stay free"
     lines = [
-        f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.",
+        f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank{spare}.",
         "What fits:"
         if fits
         else "No tested change makes it fit. Use more GPUs or a smaller model.",
