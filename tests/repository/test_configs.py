@@ -87,7 +87,7 @@ def command_of(stem: str) -> list[str]:
     """The head comment's command for training."""
     text = re.sub(r"\\\n\s*", "", head_of(stem))
     [command] = re.findall(
-        r"^ +((?:python|torchrun) .*recipes/finetuning\.py .*)$", text, re.MULTILINE
+        r"^ +(llama-ft train .*|torchrun .*recipes/finetuning\.py .*)$", text, re.MULTILINE
     )
     return shlex.split(command)
 
@@ -96,7 +96,7 @@ def planned_of(stem: str) -> tuple[str, tuple[float, ...]]:
     """The head comment's command for planning, and what it says comes out: GiB a rank on the GPU
     and on the host, of a checkpoint, and of the result."""
     command, numbers = re.findall(
-        r"^Planned by (python .*):\n +(.*)$", head_of(stem), re.MULTILINE
+        r"^Planned by (llama-ft .*):\n +(.*)$", head_of(stem), re.MULTILINE
     )[0]
     return command, tuple(float(number) for number in re.findall(r"([\d.]+) GiB", numbers))
 
@@ -243,19 +243,21 @@ def test_an_adapter_has_the_scale_that_the_documentation_advises(stem: str) -> N
 def test_the_commands_load_and_start_one_rank_per_gpu(stem: str) -> None:
     command = command_of(stem)
     hardware = hardware_of(stem)
-    script = command.index("recipes/finetuning.py")
-    config, _ = load(command[script + 1 :], paths=False)
+    script = command.index("--config")
+    config, _ = load(command[script:], paths=False)
     assert config.data.dataset == "my_data.jsonl"
-    launcher = command[:script]
-    counts = dict(zip(launcher[1::2], launcher[2::2], strict=True))
-    assert launcher[0] == ("python" if hardware.ranks == 1 else "torchrun")
-    assert int(counts.get("--nproc_per_node", 1)) == hardware.ranks_of_node
-    assert int(counts.get("--nnodes", 1)) == hardware.nodes
+    launcher = [word for word in command[:script] if word != "recipes/finetuning.py"]
+    if hardware.nodes == 1:
+        ranks = [] if hardware.ranks == 1 else ["--nproc", str(hardware.ranks)]
+        assert launcher == ["llama-ft", "train", *ranks]
+    else:
+        assert launcher[0] == "torchrun"
+        counts = dict(zip(launcher[1::2], launcher[2::2], strict=True))
+        assert int(counts["--nproc_per_node"]) == hardware.ranks_of_node
+        assert int(counts["--nnodes"]) == hardware.nodes
     assert config.fsdp.enable_fsdp == (hardware.ranks > 1 or config.fsdp.fsdp_cpu_offload)
     ranks = f" --nproc {hardware.ranks}" if hardware.ranks > 1 else ""
-    assert (
-        planned_of(stem)[0] == f"python recipes/plan.py --config configs/{stem}.yaml{ranks} --quick"
-    )
+    assert planned_of(stem)[0] == f"llama-ft plan --config {stem}{ranks} --quick"
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
