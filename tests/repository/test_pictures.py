@@ -101,6 +101,18 @@ def test_the_first_plan_of_a_page_prints_the_figures_beside_it(name: str, cache:
         assert figures.format(gib=f"{float(gib):.1f}", minutes=minutes, cost=cost) in page.text
 
 
+def test_the_results_page_has_the_figures_of_the_recording() -> None:
+    printed = recording.OUTPUT.read_text()
+    [needs] = re.findall(r"does not fit .* as it is: ([\d.]+) GiB", printed)
+    [fits] = re.findall(r"It fits .* as it is: ([\d.]+) GiB", printed)
+    [row] = re.findall(
+        r"^\| Qwen3 8B, LoRA with 16,384.*$", Page("docs/results.md").text, re.MULTILINE
+    )
+    figures = [cell.strip() for cell in row.strip("|").split("|")]
+    assert figures[1] == f"{float(needs):.1f}"
+    assert figures[3].endswith(f" {float(fits):.1f}")
+
+
 def test_a_bar_that_does_not_fit_leaves_its_frame() -> None:
     text = draw.PICTURES["fits.svg"]()
     too_much = [bar for bar in fits.read_bars() if not bar.fits]
@@ -142,23 +154,37 @@ def test_the_planned_figures_come_from_the_benchmark(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_losses_of_the_quickstart_on_pages_are_recorded() -> None:
+@pytest.mark.parametrize(
+    ("run", "steps", "names"),
+    [
+        ("quickstart", 20, ("README.md", "docs/getting-started/quickstart.md")),
+        ("tickets", 24, ("docs/getting-started/first-fine-tune.md",)),
+    ],
+)
+def test_the_losses_on_pages_are_those_of_recorded_runs(
+    run: str, steps: int, names: tuple[str, ...]
+) -> None:
     recorded = {}
-    for line in (REPOSITORY / "docs/recorded/quickstart/metrics.jsonl").read_text().splitlines():
+    for line in (REPOSITORY / f"docs/recorded/{run}/metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
         if "eval/loss" in metrics:
             values = (f"{metrics['eval/loss']:.4g}", f"{metrics['eval/perplexity']:.2f}")
             recorded[metrics["step"]] = values
-    first, last = recorded[0][0], recorded[20][0]
+    first, last = recorded[0][0], recorded[steps][0]
     assert float(first) - float(last) > 0.3
-    for name in ("README.md", "docs/getting-started/quickstart.md"):
-        text = Page(name).text
-        shown = re.findall(
-            r"^step (\d+)/20  validation loss (\S+)  perplexity (\S+)", text, re.MULTILINE
-        )
+    for name in names:
+        pattern = rf"^step (\d+)/{steps}  validation loss (\S+)  perplexity (\S+)"
+        shown = re.findall(pattern, Page(name).text, re.MULTILINE)
         assert len(shown) >= 2
         for step, *values in shown:
             assert tuple(values) == recorded[int(step)]
+    facts = json.loads((REPOSITORY / f"docs/recorded/{run}/facts.json").read_text())
+    phases = facts["memory"]["phases"].values()
+    peak = max(rank["anonymous_peak_bytes"] for ranks in phases for rank in ranks) / 2**30
+    assert f"| {steps} | {first} | {last} | | | {peak:.2f} GiB" in Page("docs/results.md").text
+
+
+def test_the_validation_loss_of_the_quickstart_says_how_many_tokens_it_covers() -> None:
     facts = json.loads((REPOSITORY / "docs/recorded/quickstart/facts.json").read_text())
     evaluated = f"{facts['evaluated']['losses']:,}"
     in_loss = f"{facts['data']['validation']['target_tokens']:,}"

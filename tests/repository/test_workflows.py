@@ -206,3 +206,4 @@ def test_the_changelog_has_this_version_with_five_highlights() -> None:
     themes = re.findall(r"^### (.*)$", newest, re.MULTILINE)[1:]
     assert len(themes) >= 5 and not {"Added", "Changed", "Fixed"} & {*themes}
     assert f"version: {__version__}\n" in (REPOSITORY / "CITATION.cff").read_text()
+    assert f"version {__version__}," in (REPOSITORY / "docs" / "index.md").read_text()
