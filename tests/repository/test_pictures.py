@@ -184,6 +184,24 @@ def test_the_losses_on_pages_are_those_of_recorded_runs(
     assert f"| {steps} | {first} | {last} | | | {peak:.2f} GiB" in Page("docs/results.md").text
 
 
+def test_the_notebook_has_stored_the_losses_of_the_quickstart() -> None:
+    cells = json.loads((REPOSITORY / "notebooks" / "quickstart.ipynb").read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    stored = "".join("".join(output.get("text", "")) for output in outputs)
+    pattern = r"^(step \d+/20  validation loss \S+  perplexity \S+)"
+    losses = re.findall(pattern, stored, re.MULTILINE)
+    page = Page("docs/getting-started/quickstart.md").text
+    assert len(losses) == 5 and {*re.findall(pattern, page, re.MULTILINE)} < {*losses}
+    assert any("image/svg+xml" in output.get("data", {}) for output in outputs)
+
+
+def test_the_results_page_has_the_cpu_time_of_the_runs_against_trl() -> None:
+    trainings = json.loads((REPOSITORY / "docs/pictures/comparison.json").read_text())["trainings"]
+    minutes = [trainings[name]["llama_ft"]["cpu_seconds"] / 60 for name in ("lora", "full", "dpo")]
+    said = "took {:.1f}, {:.1f} and {:.1f} minutes of CPU time".format(*minutes)
+    assert said in Page("docs/results.md").text
+
+
 def test_the_validation_loss_of_the_quickstart_says_how_many_tokens_it_covers() -> None:
     facts = json.loads((REPOSITORY / "docs/recorded/quickstart/facts.json").read_text())
     evaluated = f"{facts['evaluated']['losses']:,}"
