@@ -24,7 +24,7 @@ from llama_ft.checkpoint.run_directory import lock_continued_run
 from llama_ft.config import CheckpointConfig, Config, check_device
 from llama_ft.config.home import expanded
 from llama_ft.config.reading.load import with_present_names
-from llama_ft.config.settings.settings import SETTINGS, values_of
+from llama_ft.config.settings.settings import SETTINGS
 from llama_ft.config.wording.messages import describe_setting, format_value
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Ranks, advise_precision, log
@@ -310,8 +310,8 @@ def global_batch(config: Config, resumed: Checkpoint | None, ranks: Ranks) -> in
     by_settings = (
         settings.batch_size_training * settings.gradient_accumulation_steps * ranks.data.size
     )
-    if name := config.preference.entry.samples_per_step:
-        by_settings = values_of(config)[name]
+    if steps := config.preference.entry.generated_steps(config):
+        by_settings = steps.samples
     size = by_settings
     if resumed is not None:
         size = int(resumed.trainer["global_batch"])

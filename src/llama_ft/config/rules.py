@@ -412,7 +412,7 @@ CONDITIONS: tuple[Condition, ...] = (
     (
         ["gradient_accumulation_steps"],
         "objective",
-        lambda value: not OBJECTIVES[value].samples_per_step,
+        lambda value: OBJECTIVES[value].make_steps is None,
     ),
     (["validation_output"], "validation", lambda value: as_fraction(value) is not None),
     (FSDP_FIELDS, "enable_fsdp", bool),

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,6 @@ from llama_ft.plan.types import SLACK, Peak, Plan, PlannedMedia, PlanRequest, Re
 from llama_ft.runtime import Ranks, Target, computing_on, log_off
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 from llama_ft.runtime.sequence import share_sequences
-from llama_ft.training.objectives.base import PlannedGeneration
 from llama_ft.training.objectives.first_pass import FirstPass
 
 QUICK_LAYERS = (3, 5)
@@ -251,10 +251,11 @@ class _TrainingParts(NamedTuple):
 
 
 class _StepInputs(NamedTuple):
-    """A request for one length, and its largest micro-batches."""
+    """A request for one length, the tokens of its longest example, and its largest micro-batches."""
 
     request: PlanRequest
     context_length: int
+    longest: int
     batch: Batch
     validation: Batch | None
 
@@ -266,11 +267,12 @@ def _inputs_of(
     read."""
     context_length = _context_length(request, model_config)
     longest = min(context_length, request.longest_example or context_length)
-    share = min(request.target_share, objective.most_target_share(longest))
-    request = dataclasses.replace(request, target_share=share)
+    if steps := request.config.preference.entry.generated_steps(request.config):
+        share = min(request.target_share, steps.most_target_share(longest))
+        request = dataclasses.replace(request, target_share=share)
     together = objective.examples_per_sample
     batches = _largest_batches(request, model_config, context_length, together)
-    return _StepInputs(request, context_length, *batches)
+    return _StepInputs(request, context_length, longest, *batches)
 
 
 class _PlannedStep(NamedTuple):
@@ -282,23 +284,32 @@ class _PlannedStep(NamedTuple):
     peaks: dict[Phase, Peak]  # with that of loading
     kept_peaks: list[Peak]  # see `Plan`
     host_activation_bytes: int  # offloaded
-    generation: PlannedGeneration | None
+    generation: dict[str, int]  # fields of a plan, see `PlannedGeneration`
 
 
 def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
     """Take a step and evaluate."""
     recipe, built, objective, optimizer, tracker, ranks = parts
-    request, context_length, batch, validation = inputs
+    request, context_length, longest, batch, validation = inputs
     config = request.config
     tracker.forget_steps()
     waiting = _without_values(batch, config, request.device)
     if validation is not None:
         _without_values(validation, config, "cuda")
-    count = objective.micro_batches(request.data_size)
+    steps = config.preference.entry.generated_steps(config)
+    count = config.train.gradient_accumulation_steps
+    if steps is not None:
+        count = steps.micro_batches(request.data_size, config.train.batch_size_training)
     step_flops = _step_flops(config, built.model, batch, request.target_share, count)
-    longest = min(context_length, request.longest_example or context_length)
-    generate = partial(objective.plan_generation, built, longest, ranks, tracker)
-    generation = generate_twice(generate, built, tracker)
+    generation = dict[str, int]()
+    if steps is not None:
+        plan = resolve_name(steps.plan)
+
+        def generate() -> Any:
+            tracker.enter("generation")
+            return plan(built.model, config, longest, ranks.answering.size)
+
+        generation = vars(generate_twice(generate, built, tracker))
     loop = training.LoopState(config, training.TrainState(config.train).scale, None, tracker)
     planned = [batch] * min(count, PLANNED_MICRO_BATCHES)
     step = StepBatches(batches=planned, target_tokens=1, samples=1)
@@ -324,15 +335,7 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
 
 def _costs(step: _PlannedStep) -> dict[str, Any]:
     """Return the fields of a plan about computing and generation."""
-    costs = {"step_flops": step.flops, "micro_batches": step.micro_batches}
-    generation = step.generation
-    if generation is None:
-        return costs
-    return costs | {
-        "generated_tokens": generation.tokens,
-        "generation_flops": generation.flops,
-        "generation_bytes": generation.read_bytes,
-    }
+    return {"step_flops": step.flops, "micro_batches": step.micro_batches, **step.generation}
 
 
 def _context_length(request: PlanRequest, model_config: PretrainedConfig) -> int:

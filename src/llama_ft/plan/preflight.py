@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from llama_ft.config import Config
-from llama_ft.config.settings.settings import values_of
 from llama_ft.config.wording.messages import size_text
 from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
@@ -95,9 +94,8 @@ class Preflight:
             longest_example = dataset.longest_example
             target_share = dataset.target_share
             size = steps.size
-            # An objective that makes its own batches adds tokens to each sample, and samples.
-            if name := config.preference.entry.added_tokens:
-                longest_example = (longest_example or 0) + values_of(config)[name]
+            if generated := config.preference.entry.generated_steps(config):
+                longest_example = (longest_example or 0) + generated.added_tokens
                 target_share = 1.0
                 size = None
             request = PlanRequest(

@@ -57,6 +57,16 @@ class PlannedMedia(Protocol):
         processor, or if there is no room."""
 
 
+@dataclass(frozen=True)
+class PlannedGeneration:
+    """What it takes to generate the examples of an optimizer step, see `GeneratedSteps`. The fields
+    are those of `Plan`: weights, keys and values are read once per token of a batch."""
+
+    generated_tokens: int
+    generation_flops: int
+    generation_bytes: int
+
+
 class SharedResults:
     """What the plans of a search read or build once."""
 

@@ -168,14 +168,7 @@ def start_run(
         layout = ""
         if not is_finished:
             global_batch = checkpoint.global_batch(config, resumed, ranks)
-            is_packed = config.data.batching_strategy == "packing"
-            layout = ranks.describe(
-                config.train.batch_size_training,
-                config.train.gradient_accumulation_steps,
-                global_batch,
-                unit="packed sequence" if is_packed else "sample",
-                setting=config.preference.entry.samples_per_step,
-            )
+            layout = _describe_layout(config, global_batch, ranks)
             log.info(layout)
             if ranks.is_main:
                 observe.check_trackers(config.tracking, config.checkpoint.output_dir)
@@ -194,6 +187,18 @@ def start_run(
             recipes=planner.parent,
             started_at=time.monotonic(),
         )
+
+
+def _describe_layout(config: Config, global_batch: int, ranks: Ranks) -> str:
+    is_packed = config.data.batching_strategy == "packing"
+    generated = config.preference.entry.generated_steps(config)
+    return ranks.describe(
+        config.train.batch_size_training,
+        config.train.gradient_accumulation_steps,
+        global_batch,
+        unit="packed sequence" if is_packed else "sample",
+        setting="" if generated is None else generated.setting,
+    )
 
 
 def end_if_finished(

@@ -21,7 +21,6 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from llama_ft.config import Config
-from llama_ft.config.settings.settings import values_of
 from llama_ft.data.batches.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.batches.sampler import BatchLayout, BatchSampler, collate_step, combine_seeds
 from llama_ft.data.media import Media
@@ -325,6 +324,6 @@ def plan_training(
     train = config.train
     plan = BatchSampler.of(data.train, layout, global_batch=global_batch, seed=train.seed)
     repeats = 1
-    if name := config.preference.entry.steps_per_batch:
-        repeats = values_of(config)[name]
+    if steps := config.preference.entry.generated_steps(config):
+        repeats = steps.repeats
     return PreparedBatches(data.train, plan, train.num_epochs, train.max_train_step, repeats)

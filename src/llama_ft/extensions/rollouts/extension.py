@@ -3,9 +3,10 @@ a dataset of the training recipe. `--objective grpo` trains on a round in each s
 
 import os
 from pathlib import Path
+from typing import Any
 
 from llama_ft.door import Extension, Verb
-from llama_ft.objective_entry import ObjectiveEntry
+from llama_ft.objective_entry import GeneratedSteps, ObjectiveEntry
 
 
 def holds_rounds(directory: Path) -> bool:
@@ -14,6 +15,19 @@ def holds_rounds(directory: Path) -> bool:
     folder = directory if directory.name == "rollouts" else directory / "rollouts"
     is_round = os.path.isfile(directory / "round.json")  # False without permission to look
     return is_round or any(folder.glob("*/round.json"))
+
+
+def steps_of_answers(config: Any) -> GeneratedSteps:
+    """Return how the answers of a step are generated."""
+    settings = config.grpo
+    return GeneratedSteps(
+        setting="prompts_per_step",
+        samples=settings.prompts_per_step,
+        examples=settings.prompts_per_step * settings.num_generations,
+        repeats=settings.num_iterations,
+        added_tokens=settings.max_completion_length,
+        plan="llama_ft.extensions.rollouts.grpo.planned_answers:generate_for_plan",
+    )
 
 
 GRPO = ObjectiveEntry(
@@ -50,10 +64,7 @@ GRPO = ObjectiveEntry(
     formats=("prompts",),
     metrics=("reward",),
     loss_types=("dapo", "grpo", "dr_grpo"),
-    samples_per_step="prompts_per_step",
-    steps_per_batch="num_iterations",
-    added_tokens="max_completion_length",
-    pads=True,
+    make_steps=steps_of_answers,
     folder="rollouts",
 )
 EXTENSION = Extension(

@@ -16,11 +16,11 @@ def build_objective(config: Config) -> Objective:
 
 def resolve_format(config: Config) -> Config:
     """Return the settings as the objective needs them. A dataset_format of auto becomes its format,
-    and packing becomes padding if it makes padded batches itself."""
+    and packing becomes padding if it generates examples."""
     entry = config.preference.entry
     data = config.data
     if entry.formats and data.dataset_format == "auto":
         data = dataclasses.replace(data, dataset_format=entry.formats[0])
-    if entry.pads:
+    if entry.make_steps is not None:
         data = dataclasses.replace(data, batching_strategy="padding")
     return dataclasses.replace(config, data=data)

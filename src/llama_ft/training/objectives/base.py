@@ -31,7 +31,6 @@ from llama_ft.models.computing.chunked_loss import (
     token_loss,
 )
 from llama_ft.models.packing.shared_sequences import OwnTokens
-from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, current_target, sent
 from llama_ft.training.objectives.first_pass import FirstPass
 
@@ -56,21 +55,6 @@ class LossSum:
     def detach(self) -> "LossSum":
         """Return it without gradient."""
         return replace(self, loss=self.loss.detach())
-
-
-@dataclass(frozen=True)
-class PlannedGeneration:
-    """What it takes to generate the answers of an optimizer step, at most.
-
-    Attributes:
-        tokens: of the answers, all ranks together.
-        read_bytes: weights, keys and values that a rank reads, once per token of a batch.
-        flops: of a rank for the prompts.
-    """
-
-    tokens: int
-    read_bytes: int
-    flops: int
 
 
 def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
@@ -142,24 +126,6 @@ class Objective(ABC):
     def validation(self, name: str, built: BuiltModel) -> "LossSums | None":
         """Return the sums over a validation set, for an objective that measures something else than
         `loss`. All ranks call it together. `name`: of the set, see `TokenizedData.validations`."""
-        return None
-
-    def most_target_share(self, longest: int) -> float:
-        """Return the share of a sample's tokens that is in the loss, at most. `longest`: tokens of
-        the longest sample, with those that training adds."""
-        return 1.0
-
-    def micro_batches(self, data_size: int) -> int:
-        """Return how many micro-batches a rank has in an optimizer step, at most. `data_size`: ranks
-        that share the samples."""
-        return self.config.train.gradient_accumulation_steps
-
-    def plan_generation(
-        self, built: BuiltModel, longest: int, ranks: Ranks, memory: PhaseMonitor
-    ) -> PlannedGeneration | None:
-        """In a plan, on tensors without values: do what takes the most memory in generating answers
-        for `batches`, as the phase generation, and return what that costs. None: nothing is
-        generated. `longest`: tokens of a prompt and its answer."""
         return None
 
     @abstractmethod

@@ -34,17 +34,14 @@ from llama_ft.extensions.rollouts.grpo.losses import (
     token_weights,
 )
 from llama_ft.extensions.rollouts.grpo.mismatch import Mismatch
-from llama_ft.extensions.rollouts.grpo.planned_answers import generate_for_plan
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters.lora import adapter_off
 from llama_ft.models.computing.chunked_loss import cross_entropy
-from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training import Objective
 from llama_ft.training.objectives.base import (
     LossSum,
-    PlannedGeneration,
     target_examples,
     target_losses,
     with_token_sums,
@@ -110,23 +107,6 @@ class Grpo(Objective):
     def validation(self, name: str, built: BuiltModel) -> "LossSums | None":
         """See `Objective`. The rewards of answers to held-out prompts."""
         return None if self.rounds is None else self.rounds.validate(name, built)
-
-    def most_target_share(self, longest: int) -> float:
-        """See `Objective`. A prompt is not in the loss."""
-        return min(1.0, self._settings.max_completion_length / longest)
-
-    def micro_batches(self, data_size: int) -> int:
-        """See `Objective`."""
-        settings = self._settings
-        answers = settings.prompts_per_step * settings.num_generations
-        return -(-answers // (data_size * self.config.train.batch_size_training))
-
-    def plan_generation(
-        self, built: BuiltModel, longest: int, ranks: Ranks, memory: PhaseMonitor
-    ) -> PlannedGeneration:
-        """See `Objective`."""
-        memory.enter("generation")
-        return generate_for_plan(built.model, self._settings, longest, ranks.answering.size)
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`. It counts loss tokens or answers, see `token_weights`."""

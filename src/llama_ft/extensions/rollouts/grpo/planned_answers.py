@@ -7,24 +7,26 @@ import torch
 from transformers import Cache
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.config import Config
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.extensions.rollouts.sampling import ChooseTokens, Sampling
+from llama_ft.plan.types import PlannedGeneration
 from llama_ft.training import free_unsharded
-from llama_ft.training.objectives.base import PlannedGeneration
 
 
 @torch.no_grad()
 def generate_for_plan(
-    model: PreTrainedModel, settings: GrpoConfig, longest: int, ranks: int
+    model: PreTrainedModel, config: Config, longest: int, ranks: int
 ) -> PlannedGeneration:
     """Run the largest batch of a rank, and return what all batches of a step cost.
 
     Args:
         model: in training mode, also afterwards.
-        settings: of the objective.
+        config: of the run.
         longest: tokens of a prompt and its answer.
         ranks: that answer different prompts.
     """
+    settings = config.section(GrpoConfig)
     answer = min(settings.max_completion_length, longest - 1)
     prompt = longest - answer
     count = answers_at_once(settings)
@@ -45,9 +47,9 @@ def generate_for_plan(
     weight_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
     mean_cache_bytes = _bytes_of(cache) * (prompt + answer / 2) / longest
     return PlannedGeneration(
-        tokens=answers * answer,
-        read_bytes=round(batches * answer * (weight_bytes + mean_cache_bytes)),
-        flops=2 * weights * batches * count * prompt,
+        generated_tokens=answers * answer,
+        generation_flops=2 * weights * batches * count * prompt,
+        generation_bytes=round(batches * answer * (weight_bytes + mean_cache_bytes)),
     )
 
 
