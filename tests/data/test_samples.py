@@ -48,3 +48,8 @@ def test_the_first_sample_of_the_first_batch_is_printed(chatml: PreTrainedTokeni
     for is_packed in (True, False):
         batch = collate(samples, [0, 1, 2], pad, is_packed)
         assert describe_first_batch(batch, chatml).splitlines()[1:] == shown
+        prompts = describe_first_batch(batch, chatml, are_prompts=True)
+        assert prompts.splitlines() == [
+            "First batch: 3 prompts; only tokens of answers are in the loss:",
+            "  3 tokens: Hi yes no",
+        ]

@@ -21,21 +21,35 @@ BATCH_TOKENS = 300
 REPEATED = re.compile(r"(<[^<>\s]{2,40}>)\1{3,}")  # special tokens, such as those of a picture
 
 
-def show_samples(samples: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
+def show_samples(
+    samples: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int, are_prompts: bool = False
+) -> None:
     """Log the first `count` samples of `samples`, a table with the columns input_ids, labels and
-    source."""
+    source. `are_prompts`: no token of them is in the loss."""
     for sample in itertools.islice(samples, count):
         labels = sample["labels"]
-        title = f"{sample['source']}: {len(labels):,} tokens, those in the loss between [[ and ]]"
+        title = f"{sample['source']}: {len(labels):,} tokens"
+        if are_prompts:
+            labels = [IGNORED] * len(labels)
+        else:
+            title += ", those in the loss between [[ and ]]"
         text = marked_text(sample["input_ids"], labels, tokenizer, SAMPLE_TOKENS)
         log.info(f"\n{title}\n{text}")
 
 
-def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return two lines: a heading, and the text of the batch's first sample."""
-    heading = f"First batch: {plural(len(batch.example_lengths), 'sample')}; tokens in the loss are between [[ and ]]:"
+def describe_first_batch(
+    batch: "Batch", tokenizer: "PreTrainedTokenizerBase", are_prompts: bool = False
+) -> str:
+    """Return two lines: a heading, and the text of the batch's first sample. `are_prompts`: no token
+    of it is in the loss."""
+    count = len(batch.example_lengths)
     ids, labels = batch.examples()[0]
-    text = marked_text(ids.tolist(), labels.tolist(), tokenizer, BATCH_TOKENS)
+    marks = labels.tolist()
+    heading = f"First batch: {plural(count, 'sample')}; tokens in the loss are between [[ and ]]:"
+    if are_prompts:
+        marks = [IGNORED] * len(ids)
+        heading = f"First batch: {plural(count, 'prompt')}; only tokens of answers are in the loss:"
+    text = marked_text(ids.tolist(), marks, tokenizer, BATCH_TOKENS)
     in_one_line = text.replace("\n", "\\n")
     return f"{heading}\n  {len(ids):,} tokens: {in_one_line}"
 

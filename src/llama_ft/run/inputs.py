@@ -245,4 +245,6 @@ def _check_batches(
         if unusual:
             log.warning(unusual)
     if config.data.show_samples:
-        data.show_samples(batches.first_samples(), tokenizer, config.data.show_samples)
+        are_prompts = config.preference.entry.make_steps is not None
+        count = config.data.show_samples
+        data.show_samples(batches.first_samples(), tokenizer, count, are_prompts)

@@ -135,7 +135,8 @@ class TrainingRun:
             part.before_step(self, step)
         self._first_step_at = min(self._first_step_at, time.monotonic())
         if step.step == 1:
-            log.info(data.describe_first_batch(step.batches[0], self._tokenizer))
+            are_prompts = self.config.preference.entry.make_steps is not None
+            log.info(data.describe_first_batch(step.batches[0], self._tokenizer, are_prompts))
 
     def end_step(self, outcome: StepOutcome, lr: float) -> Metrics:
         """Count a step whose weights are updated, gather the numbers of all ranks, and set what is
