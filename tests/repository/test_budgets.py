@@ -40,7 +40,7 @@ TOKENS = {
     "extensions/images": 13_400,  # what towers need to know of images, computed on the host
     "extensions/kubeflow": 850,
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
-    "extensions/rollouts": 27_400,  # rounds, samplers, servers and their adapters, rewards, conversions, GRPO, its plan
+    "extensions/rollouts": 29_400,  # rounds, samplers, servers, also ahead, rewards, conversions, GRPO, its plan
     "extensions/scores": 2200,
     "extensions/serving": 17_600,  # rules of edited adapters and probes, and of quantized bases
     "extensions/store": 9900,

@@ -278,15 +278,17 @@ def export_adapter(
     _write_from_ranks(folder, weights, write, ranks)
 
 
-def export_policy(built: BuiltModel, folder: Path, ranks: Ranks) -> None:
+def export_policy(built: BuiltModel, folder: Path, ranks: Ranks, finish: Write) -> None:
     """Write the weights of the adapter as they are trained, and its settings: what a server needs
-    that has the base model. All ranks call it; rank 0 writes."""
+    that has the base model. All ranks call it; rank 0 writes, and calls `finish` with the temporary
+    directory."""
     adapter = built.adapter
     assert adapter is not None
     weights = _adapter_weights(built, adapter, None, ranks)
 
     def write(aside: Path) -> None:
         _write_adapter_files(aside, adapter, weights)
+        finish(aside)
 
     _write_from_ranks(folder, weights, write, ranks)
 

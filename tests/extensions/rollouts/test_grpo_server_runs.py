@@ -19,6 +19,11 @@ SETTINGS = {
     "num_generations": 3,
     "max_completion_length": 5,  # the servers compute without a cache
 }
+# runs whose servers are one round ahead, with a checkpoint at the end of a round or in the middle of one
+STALE = {
+    "stale": {"staleness": 1, "save_steps": 3},
+    "stale-twice": {"staleness": 1, "save_steps": 5, "num_iterations": 2, "max_train_step": 7},
+}
 
 
 class ServedJob(Job):
@@ -41,7 +46,8 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[
     one = ServedJob(tmp_path_factory.mktemp("served"), tiny_model, servers)
     with serve(servers[0].answer) as first, serve(servers[1].answer) as second:
         one.urls = [first, second]
-        run_cases(one.folder, [one.flags("whole")])
+        cases = [one.flags("whole"), *(one.flags(name, **STALE[name]) for name in STALE)]
+        run_cases(one.folder, cases)
         yield one
 
 
@@ -111,6 +117,67 @@ def test_a_run_whose_servers_are_gone_continues_by_itself(job: ServedJob, killed
     assert kinds == ["server"] * 4 + ["own generation"]
 
 
+def test_with_staleness_each_round_is_sampled_with_the_weights_one_step_earlier(
+    job: ServedJob,
+) -> None:
+    checksums = [job.round("stale", step).facts.policy["checksum"] for step in range(1, 6)]
+    assert checksums[0] == checksums[1]
+    assert len(set(checksums)) == 4
+    lines = metrics(job.folder / "stale")
+    assert lines[0]["train/sampler/largest_weight"] == pytest.approx(1, abs=1e-4)
+    weights = [line["train/sampler/largest_weight"] for line in lines[1:]]
+    assert all(abs(weight - 1) > 1e-3 for weight in weights)  # a step apart
+    server = job.servers[0]
+    assert not any(name.startswith("stale") for name in server.adapters)
+    names = sorted(path.name for path in (job.folder / "stale/rollouts").iterdir())
+    assert names == [f"{step:06}" for step in range(1, 6)]
+
+
+def test_with_staleness_each_round_of_two_steps_is_sampled_before_the_previous_one(
+    job: ServedJob,
+) -> None:
+    checksums = [job.round("stale-twice", n).facts.policy["checksum"] for n in range(1, 5)]
+    assert checksums[0] == checksums[1]
+    assert len(set(checksums)) == 3
+    clipped = series(job.folder / "stale-twice", "train/policy/clipped")
+    assert clipped[::2] == [0] * 4  # the ratio is to the weights before the first step on a round
+
+
+@pytest.mark.parametrize("whole", [pytest.param("stale", marks=pytest.mark.slow), "stale-twice"])
+def test_with_staleness_a_killed_run_has_the_weights_of_its_next_round(
+    job: ServedJob, whole: str
+) -> None:
+    """It is killed while the answers of round 4 are scored, once as it is and once as if they had not
+    arrived yet: their weights, those before round 3, are not in the checkpoint."""
+    names = [f"{whole}-killed", f"{whole}-lost"]
+    folder = job.folder / names[0]
+    settings = {**STALE[whole], "resume": "auto"}
+    assert forked(RECIPE, *job.flags(names[0], **settings), KILLED_IN=str(folder)).exit_code != 0
+    unscored = folder / "rollouts/unscored-000004"
+    shutil.copytree(folder, job.folder / names[1])
+    shutil.rmtree(job.folder / names[1] / "rollouts/unscored-000004")
+    assert unscored.is_dir()
+    for name in names:
+        resumed = forked(RECIPE, *job.flags(name, **settings))
+        assert resumed.exit_code == 0, resumed.output
+        assert job.content(name) == job.content(whole)
+    assert "loaded again" not in resumed.output
+
+
+@pytest.mark.slow
+def test_without_the_weights_of_its_next_round_a_run_does_not_resume(job: ServedJob) -> None:
+    folder = job.folder / "stale-moved"
+    shutil.copytree(job.folder / "stale", folder)
+    for step in (4, 5):
+        shutil.rmtree(folder / f"rollouts/{step:06}")
+    shutil.rmtree(folder / "model")
+    settings = {**STALE["stale"], "resume": folder / "checkpoints/step-000003"}
+    resumed = forked(RECIPE, *job.flags("stale-moved", **settings))
+    assert resumed.exit_code == 2, resumed.output
+    assert "round 4: is missing, and so are its weights" in resumed.output
+    assert "Traceback" not in resumed.output
+
+
 def test_a_server_of_the_base_model_is_found_in_the_first_round(job: ServedJob) -> None:
     job.servers[1].fault = "ignores"
     finished = forked(RECIPE, *job.flags("base", server=job.urls[1]))
@@ -127,4 +194,6 @@ def test_settings_that_need_no_server_are_user_errors(job: ServedJob) -> None:
     assert finished.exit_code == 2, finished.output
     assert "--server localhost:8000: expected a URL such as" in finished.output
     assert "full fine-tuning has none. Add --use_peft" in finished.output
+    finished = forked(RECIPE, *job.flags("bad", server=None, staleness=1))
+    assert "--staleness 1: the model's own answers are never stale" in finished.output
     assert not (job.folder / "bad").exists()

@@ -83,7 +83,7 @@ class Trainer:
             urls = [running.enter_context(serve(server.answer)) for server in servers]
             policy = PolicyServers(self.settings(*urls), self.tokenizer, self.ranks)
             (folder / "rollouts").mkdir()
-            policy.open(folder, PROMPTS)
+            policy.open([folder], PROMPTS)
             yield policy
 
     def facts(self, step: int, checksum: str) -> RoundFacts:
@@ -131,7 +131,7 @@ def test_servers_get_each_version_under_a_new_name_and_lose_the_earlier_one(
             assert used == {versions[1]}
         [folder] = (tmp_path / "rollouts").iterdir()
         assert folder.name.startswith("policy-000002-")
-        policy.close()
+        policy.close(keeps_files=False)
         assert not any(server.adapters for server in servers)
         assert not list((tmp_path / "rollouts").iterdir())
 
@@ -143,7 +143,7 @@ def test_what_a_killed_run_has_left_is_deleted(trainer: Trainer, tmp_path: Path)
         left.mkdir()
         server.adapters[f"{tmp_path.name}-{left.name}"] = object()
         server.adapters["of another run"] = object()
-        policy.open(tmp_path, PROMPTS)
+        policy.open([tmp_path], PROMPTS)
         assert list(server.adapters) == ["of another run"]
         assert not left.exists()
 

@@ -52,6 +52,7 @@ GRPO = ObjectiveEntry(
         "server",
         "server_timeout",
         "server_requests",
+        "staleness",
         "epsilon",
         "epsilon_high",
         "importance_sampling_level",

@@ -124,6 +124,8 @@ class TrainingRounds(Part):
         self._places = [*setup.resumed_folders[1:], *filter(None, [setup.unfinished])]
         self._continued = setup.unfinished if setup.resumed is None else setup.resumed.run
         self._directory = Path()
+        self._batches = inputs.batches
+        self._checksums = dict[int, str]()  # number of a round -> of the weights that sample it
         self.old = OldLogprobs(is_used=self._settings.num_iterations > 1)
         self._round: Round | None = None  # of the latest step
         self._generated_tokens = 0  # of the steps so far
@@ -141,7 +143,7 @@ class TrainingRounds(Part):
         if self._ranks.is_main and self._config.checkpoint.overwrite:
             self._keep_earlier_rounds()
         if self._servers is not None:
-            self._servers.open(run.directory, list(self._prompts.values()))
+            self._servers.open(self._places, list(self._prompts.values()))
         if self._settings.max_generated_tokens:
             count = partial(self._count_tokens, run.state.step)
             self._generated_tokens = self._ranks.broadcast_from_rank0(count)
@@ -181,21 +183,60 @@ class TrainingRounds(Part):
             self.old.begin()
         else:
             self.old.read(self._places, number, self._ranks)
-        facts = self._facts(sampling, number, checksum)
+        facts = self._facts(sampling, number, self._sampled_by(number, checksum))
         stored: Round | None = self._ranks.broadcast_from_rank0(
             lambda: self._stored(facts, prompts)
         )
         if stored is None:
+            if self._servers is not None:
+                self._servers.finish()
             unscored = self._ranks.broadcast_from_rank0(lambda: self._unscored(facts, prompts))
+            if unscored is None:
+                self._check_known(facts)
             self._make(facts, prompts, sampling, built, unscored)
             stored = self._ranks.broadcast_from_rank0(
                 lambda: read_round(folder_of(self._directory, number))
             )
+        if self._settings.staleness and checksum is not None:
+            self._begin_next(number + 1, built, checksum)
         self._round = stored
         self._seconds = time.monotonic() - started
         if checksum is not None:  # else `opened` has counted it
             self._generated_tokens += stored.tokens
         return stored
+
+    def _sampled_by(self, number: int, checksum: str | None) -> str | None:
+        """Return the checksum of the weights that sample a round; None if it is not known any more.
+        `checksum`: of the present weights, if its first step is next."""
+        if self._servers is None or not self._settings.staleness or number == 1:
+            return checksum
+        if number not in self._checksums:
+            published = self._servers.find(number)
+            return None if published is None else published.checksum
+        return self._checksums[number]
+
+    def _begin_next(self, number: int, built: BuiltModel, checksum: str) -> None:
+        """With --staleness 1: let servers sample the next round with the present weights, unless it
+        is on disk, while the steps on this one are trained."""
+        assert self._servers is not None
+        self._checksums[number] = checksum
+        first = (number - 1) * self._settings.num_iterations + 1
+        if first > self._batches.total_steps:
+            return
+        [planned] = self._batches.steps(first, first, {})
+        prompts = self._prompts_of(planned)
+        if self._ranks.broadcast_from_rank0(partial(self._is_on_disk, number)):
+            return
+        sampling = self._sampling(built)
+        facts = self._facts(sampling, number, checksum)
+        scorer = Scorer(built, self.layout, sampling.temperature, self._ranks.device)
+        with evaluating(built.model):
+            self._servers.publish(scorer, sampling, facts)
+        self._servers.begin(sampling, prompts, facts)
+
+    def _is_on_disk(self, number: int) -> bool:
+        folders = [folder_of(place, number) for place in self._places]
+        return any(map(Path.is_dir, [*folders, unscored_folder_of(self._directory, number)]))
 
     def validate(self, name: str, built: BuiltModel) -> LossSums:
         """Return the sums of the rewards of answers to a validation set. All ranks call it."""
@@ -235,7 +276,7 @@ class TrainingRounds(Part):
         """End the processes of the rewards, and delete the adapter of the servers."""
         self._closing.close()
         if self._servers is not None:
-            self._servers.close()
+            self._servers.close(keeps_files=how == "stopped")
 
     def _keep_earlier_rounds(self) -> None:
         """Rename the rounds of the run that `--overwrite` replaces: they may have been paid."""
@@ -396,6 +437,15 @@ class TrainingRounds(Part):
             finally:
                 model.generation_config = before
 
+    def _check_known(self, facts: RoundFacts) -> None:
+        """Raise a UserError if a round is to be sampled whose weights are not here any more."""
+        if facts.policy["checksum"] is None:
+            raise UserError(
+                f"round {facts.step}: is missing, and so are its weights, those before the previous round "
+                f"(--staleness 1): {self._directory}/rollouts/policy-{facts.step:06}-*.\n"
+                "Copy rollouts/ of the run, or resume from an earlier checkpoint."
+            )
+
     def _sampler(self, opened: LoadedModel, sampling: Sampling, facts: RoundFacts) -> Sampler:
         if self._servers is None:
             return self._own_sampler(opened, sampling)
@@ -422,6 +472,8 @@ def check(setup: Setup, inputs: RunInputs) -> None:
         )
     if settings.server:
         problems += [*check_urls(settings.server), *find_problems(config)]
+    elif settings.staleness:
+        problems.append("--staleness 1: the model's own answers are never stale. Add --server.")
     if setup.resumed is not None:
         problems += changed_settings(settings, setup.resumed.trainer["config"].get("grpo", {}))
     if problems:

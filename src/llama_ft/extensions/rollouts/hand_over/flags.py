@@ -1,5 +1,7 @@
 """Flags of servers that answer."""
 
+from typing import Annotated
+
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -20,3 +22,7 @@ class PolicyServerFlags:
 
     server_requests: Count = 32
     """grpo: with --server: requests at the same time, per server."""
+
+    staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """grpo: with --server: 0: the answers of a step are sampled with the weights before it. 1: with
+    those before the previous step, so that servers answer while that is trained."""

@@ -5,9 +5,16 @@
 
 A server never gets other weights under a known name, whose keys and values it may have cached. The
 directory and the server's copy of an adapter are deleted when the next one is in use.
+
+With --staleness 1 the adapter for round 5 is that before step 4, and servers answer while step 4 is
+trained:
+
+    step 3         | step 4         | step 5
+    round 4 by 2   | round 5 by 3   | round 6 by 4        (by the weights after a step)
 """
 
 import hashlib
+import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -19,8 +26,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import parse_duration
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 from llama_ft.export import export_policy
+from llama_ft.extensions.rollouts.hand_over.background import BackgroundTask
 from llama_ft.extensions.rollouts.hand_over.flags import PolicyServerFlags
 from llama_ft.extensions.rollouts.hand_over.lora_server import LoraServer
 from llama_ft.extensions.rollouts.hand_over.probe import (
@@ -33,7 +41,15 @@ from llama_ft.extensions.rollouts.hand_over.probe import (
     judge_canary,
     judge_version,
 )
-from llama_ft.extensions.rollouts.rounds import Answer, Prompt, RoundFacts, rollouts_of
+from llama_ft.extensions.rollouts.rounds import (
+    Answer,
+    Prompt,
+    Round,
+    RoundFacts,
+    rollouts_of,
+    sha256_of,
+    write_unscored,
+)
 from llama_ft.extensions.rollouts.sampling import Sampling
 from llama_ft.extensions.rollouts.servers import ServerRequests, ServerSampler
 from llama_ft.inference.verdict import Compared
@@ -41,16 +57,24 @@ from llama_ft.models import BuiltModel, without_graphs
 from llama_ft.runtime import Ranks, log
 
 POLICY = "policy-"
+POLICY_FILE = "policy.json"
 PROBE_ANSWERS = 8
 PROBE_TOKENS = 32  # of an answer, at most
 DIGITS = 8  # of a checksum, in names
 
 
 class Published(NamedTuple):
-    """An adapter that servers have: by name, from a directory."""
+    """An adapter that servers have.
+
+    Attributes:
+        name: theirs for it.
+        folder: from which they have loaded it.
+        checksum: of the policy, as in round.json.
+    """
 
     name: str
     folder: Path
+    checksum: str = ""
 
 
 class PolicyServers:
@@ -80,26 +104,33 @@ class PolicyServers:
         self._seconds = parse_duration(settings.server_timeout)
         self._servers = [LoraServer(url, self._seconds) for url in settings.server]
         self._directory = Path()
+        self._places = list[Path]()
         self.urls = [server.url for server in self._servers]
         self._prompts = list[Prompt]()
         self._current: Published | None = None
+        self._is_comparable = True  # the trainer has the weights of the current adapter
         self._is_proven = False
+        self._ahead: BackgroundTask[bool] | None = None  # the answers of the next round
+        self._is_closed = False
         self.context: int | None = ranks.broadcast_from_rank0(self._find_context)
         # The adapter is the round's policy, and has no other name there.
         self.source: dict[str, Any] = ranks.broadcast_from_rank0(self._describe)
 
-    def open(self, directory: Path, prompts: Sequence[Prompt]) -> None:
-        """Begin a run in this directory, with these prompts, and delete what a killed run has left."""
-        self._directory = directory.resolve()
+    def open(self, places: Sequence[Path], prompts: Sequence[Prompt]) -> None:
+        """Begin a run with these prompts, and delete what a killed run has left. `places`: its
+        directory, and those of the runs that it continues."""
+        self._places = list(places)
+        self._directory = places[0].resolve()
         self._prompts = list(prompts[:PROBE_ANSWERS])
         rollouts = rollouts_of(self._directory)
         for folder in rollouts.glob(f"{POLICY}*"):
-            self._delete(Published(self._name_of(folder), folder))
+            if not self._settings.staleness:  # else the next round may need it
+                self._delete(Published(self._name_of(folder), folder))
         if self._ranks.is_main:
             for folder in rollouts.glob(f".*{POLICY}*"):  # incomplete
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def publish(self, scorer: Scorer, sampling: Sampling, facts: RoundFacts) -> None:
+    def publish(self, scorer: Scorer, sampling: Sampling, facts: RoundFacts) -> Published:
         """Let all servers load the adapter for a round, and prove that they apply it. The first time,
         an adapter whose effect is large proves that they can. The model is in evaluation mode.
 
@@ -109,11 +140,47 @@ class PolicyServers:
         if not self._is_proven:
             self._prove(scorer, sampling, facts.policy["checksum"])
             self._is_proven = True
-        before = self._current
-        self._current = self._load(scorer.built, f"{facts.step:06}", facts.policy["checksum"])
+        checksum = facts.policy["checksum"]
+        published = self._load(scorer.built, f"{facts.step:06}", checksum)
+        self._current = published
+        self._is_comparable = True
         self._check_version(scorer, sampling)
-        if before is not None and before != self._current:
-            self._delete(before)
+        self._delete_others(published)
+        return published
+
+    def find(self, number: int) -> Published | None:
+        """Return the adapter of a round that is on disk; all ranks get what rank 0 finds."""
+        return self._ranks.broadcast_from_rank0(partial(self._find, number))
+
+    def publish_again(self, scorer: Scorer, sampling: Sampling, published: Published) -> None:
+        """Let all servers load an adapter of earlier weights than the present ones, which therefore
+        cannot be compared with it."""
+        if not self._is_proven:
+            self._prove(scorer, sampling, published.checksum)
+            self._is_proven = True
+        self._ranks.broadcast_from_rank0(partial(self._send, published))
+        self._current = published
+        self._is_comparable = False
+        self._delete_others(published)
+
+    def begin(self, sampling: Sampling, prompts: list[Prompt], facts: RoundFacts) -> None:
+        """Begin to sample a round with the adapter that was published last, while the ranks train.
+        `finish` waits for its answers."""
+
+        def sample() -> bool:
+            answers = self._ask_or_miss(sampling, prompts, facts.step)
+            if answers is not None and not self._is_closed:
+                write_unscored(self._directory, Round(facts, prompts, answers))
+            return answers is not None
+
+        self._ahead = BackgroundTask(self._ranks, sample)
+
+    def finish(self) -> None:
+        """Wait for the answers of `begin`, which are then on disk, unless a server has lost the
+        adapter. Raises UserError if a server fails."""
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
 
     def sample(
         self, scorer: Scorer, sampling: Sampling, prompts: Sequence[Prompt], step: int
@@ -125,18 +192,38 @@ class PolicyServers:
             UserError: a server fails, or its answer lacks what is needed.
         """
         ask = partial(self._ask_or_miss, sampling, prompts, step)
-        answers: list[list[Answer]] | None = self._ranks.broadcast_from_rank0(ask)
+        answers = BackgroundTask(self._ranks, ask).result()
         if answers is None:
             self._send_again(scorer, sampling)
             again = partial(self._ask, self.urls, sampling, prompts, step)
-            answers = self._ranks.broadcast_from_rank0(again)
+            answers = BackgroundTask(self._ranks, again).result()
         return answers
 
-    def close(self) -> None:
-        """Delete the adapter, here and at the servers."""
+    def close(self, keeps_files: bool) -> None:
+        """Delete the adapter at the servers. `keeps_files`: not here; a resumed run needs it."""
+        self._is_closed = not keeps_files
         if self._current is not None:
-            self._delete(self._current)
+            self._delete(self._current, keeps_files and self._settings.staleness > 0)
         self._current = None
+
+    def _find(self, number: int) -> Published | None:
+        """Return the adapter of a round that is on disk, in the run's directory afterwards."""
+        for place in self._places:
+            for found in rollouts_of(place).glob(f"{POLICY}{number:06}-*"):
+                folder = rollouts_of(self._directory) / found.name
+                try:
+                    if not folder.is_dir():
+                        aside = folder.with_name(f".{folder.name}.tmp")
+                        shutil.copytree(found, aside, dirs_exist_ok=True)
+                        aside.rename(folder)
+                    checksum = _read_checksum(folder)
+                except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                    raise UserError(
+                        f"{found}: is corrupted ({reason(error)}).\n"
+                        "It has the weights that sample the next round. Resume from an earlier checkpoint."
+                    ) from error
+                return Published(self._name_of(folder), folder, checksum)
+        return None
 
     def _find_context(self) -> int | None:
         limits = [server.context() for server in self._servers]
@@ -155,8 +242,14 @@ class PolicyServers:
         text = f"{self._directory} {checksum}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
         folder = rollouts_of(self._directory) / f"{POLICY}{number}-{digest}"
-        published = Published(self._name_of(folder), folder)
-        export_policy(built, folder, self._ranks)
+        published = Published(self._name_of(folder), folder, checksum)
+
+        def finish(aside: Path) -> None:
+            files = {path.name: sha256_of(path) for path in sorted(aside.iterdir())}
+            content = json.dumps({"checksum": checksum, "files": files})
+            (aside / POLICY_FILE).write_text(content + "\n")
+
+        export_policy(built, folder, self._ranks, finish)
         self._ranks.broadcast_from_rank0(partial(self._send, published))
         return published
 
@@ -170,14 +263,21 @@ class PolicyServers:
             f"--server: {self._current.name} is gone: a server was restarted, or has unloaded it. It is loaded again."
         )
         self._ranks.broadcast_from_rank0(partial(self._send, self._current))
-        self._check_version(scorer, sampling)
+        if self._is_comparable:
+            self._check_version(scorer, sampling)
 
-    def _delete(self, published: Published) -> None:
+    def _delete_others(self, published: Published) -> None:
+        for folder in rollouts_of(self._directory).glob(f"{POLICY}*"):
+            if folder != published.folder:
+                self._delete(Published(self._name_of(folder), folder))
+
+    def _delete(self, published: Published, keeps_files: bool = False) -> None:
         if not self._ranks.is_main:
             return
         for server in self._servers:
             server.unload(published.name)
-        shutil.rmtree(published.folder, ignore_errors=True)
+        if not keeps_files:
+            shutil.rmtree(published.folder, ignore_errors=True)
 
     def _prove(self, scorer: Scorer, sampling: Sampling, checksum: str) -> None:
         """Let all servers load an adapter of random numbers, with the matrices A of the policy that
@@ -278,8 +378,24 @@ class PolicySampler:
 
     def sample(self, prompts: Sequence[Prompt], step: int) -> list[list[Answer]]:
         """Return the answers to each prompt of a round. All ranks call it, and get all answers."""
-        self._servers.publish(self._scorer, self._sampling, self._facts)
+        # with --staleness 1, of earlier weights
+        held = self._servers.find(step)
+        if held is None:
+            self._servers.publish(self._scorer, self._sampling, self._facts)
+        else:
+            self._servers.publish_again(self._scorer, self._sampling, held)
         return self._servers.sample(self._scorer, self._sampling, prompts, step)
+
+
+def _read_checksum(folder: Path) -> str:
+    """Return the checksum of the policy whose adapter is in a directory. Raises ValueError and others
+    if it is not as it was written."""
+    content = json.loads((folder / POLICY_FILE).read_text())
+    for name, expected in content["files"].items():
+        if sha256_of(folder / name) != expected:
+            raise ValueError(f"the checksum of {name} differs")
+    checksum: str = content["checksum"]
+    return checksum
 
 
 def _raise_problems(problems: dict[str, str]) -> None:
