@@ -159,6 +159,47 @@ def test_a_checkpoint_is_fetched_with_its_log_on_an_empty_disk(
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
 
 
+def test_answers_are_uploaded_once_and_fetched_with_a_checkpoint(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks
+) -> None:
+    """What the run has deleted meanwhile is deleted, if no checkpoint needs it any more."""
+    local = tmp_path / "run" / "rollouts"
+    held = tmp_path / "store" / "rollouts"
+    files = {"000001/round.json": "{}", "policy-000002-ab/adapter.bin": "weights", ".lock": ""}
+    run = start(keep_last=1)
+    for name, text in files.items():
+        (local / name).parent.mkdir(parents=True, exist_ok=True)
+        (local / name).write_text(text)
+    run.save(1)
+    assert sorted(path.name for path in held.iterdir()) == ["000001", "policy-000002-ab"]
+    uploaded = (held / "000001/round.json").stat().st_mtime_ns
+    shutil.rmtree(local / "policy-000002-ab")
+    (local / "000002").mkdir()
+    (local / "000002/round.json").write_text("[]")
+    run.save(2)
+    assert sorted(path.name for path in held.iterdir()) == ["000001", "000002"]
+    assert (held / "000001/round.json").stat().st_mtime_ns == uploaded
+    shutil.rmtree(tmp_path / "run")
+    assert resume(tmp_path, runtime) == 2
+    found = {str(path.relative_to(local)): path.read_text() for path in local.glob("*/*")}
+    assert found == {"000001/round.json": "{}", "000002/round.json": "[]"}
+
+
+def test_a_checkpoint_whose_answers_are_corrupted_in_the_store_is_not_resumed(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks
+) -> None:
+    run = start(keep_last=2)
+    folder = tmp_path / "run" / "rollouts"
+    for step in (1, 2):
+        (folder / f"{step:06}").mkdir(parents=True)
+        (folder / f"{step:06}" / "round.json").write_text("{}")
+        run.save(step)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "store/rollouts/000002/round.json").write_text("[]")
+    assert resume(tmp_path, runtime) == 1
+    assert [path.name for path in folder.iterdir()] == ["000001"]
+
+
 @pytest.mark.parametrize("damage", ["no commit", "commit", "file", "missing file"])
 def test_of_a_damaged_checkpoint_the_one_before_is_taken(
     start: Callable[..., Run], tmp_path: Path, runtime: Ranks, damage: str

@@ -16,10 +16,12 @@ from llama_ft.checkpoint.run_directory import lock_directory, planned_directory,
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.data_names import is_url
 from llama_ft.config.home import expanded
+from llama_ft.config.objectives import FOLDERS
 from llama_ft.config.paths import FETCHED_FILE
 from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
 from llama_ft.extensions.store.object_store import (
+    COMMIT_FILE,
     OWNER_FILE,
     RUN_FILES,
     Commit,
@@ -33,6 +35,7 @@ from llama_ft.extensions.store.object_store import (
     stored_file,
     with_retries,
 )
+from llama_ft.extensions.store.shared_files import find_missing, put_in_place
 from llama_ft.runtime import Ranks, log
 
 PARALLEL_FILES = 8
@@ -119,12 +122,18 @@ class StoredRun:
             names = [name for name in commit.files if is_resumed or name not in RUN_FILES]
             held = self._link_valid_files(commit, final, aside)
             names = [name for name in names if name not in held]
-            prefix = commit_name(step).rpartition("/")[0]
-            fetch = partial(self._fetch_file, prefix, aside)
+            prefix = commit_name(step).removesuffix(COMMIT_FILE)
+            expected = {prefix + name: commit.files[name] for name in names}
+            shared = find_missing(self.directory, commit.shared) if is_resumed else []
+            expected |= {name: commit.shared[name] for name in shared}
+            targets = [aside / name.removeprefix(prefix) for name in expected]
             with ThreadPoolExecutor(PARALLEL_FILES) as pool:
-                results = list(pool.map(fetch, names, [commit.files[name] for name in names]))
-            errors = [error for error in results if error]
+                fetched = pool.map(self._fetch_file, expected, targets, expected.values())
+                errors = [error for error in fetched if error]
             if not errors:
+                put_in_place(aside, shared, self.directory)
+                for name in FOLDERS:
+                    shutil.rmtree(aside / name, ignore_errors=True)
                 if is_resumed and not final.exists():
                     (self.directory / FETCHED_FILE).write_text(f"{final.name}\n")
                 self._put_in_place(aside, final)
@@ -159,11 +168,12 @@ class StoredRun:
                 shutil.copyfile(final / name, aside / name)
         return names
 
-    def _fetch_file(self, prefix: str, folder: Path, name: str, expected: StoredFile) -> str:
-        """Download a file. Return what is wrong with it, or an empty text: a file that cannot be read
+    def _fetch_file(self, name: str, file: Path, expected: StoredFile) -> str:
+        """Download an object. Return what is wrong with it, or an empty text: one that cannot be read
         is an error of its checkpoint, and an older one may be valid."""
-        source = f"{self.store.url}/{prefix}/{name}"
-        get = partial(self.store.get_file, f"{prefix}/{name}", folder / name)
+        source = f"{self.store.url}/{name}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        get = partial(self.store.get_file, name, file)
         for _ in range(DOWNLOADS):
             try:
                 with_retries(get, must_exist=True)
@@ -173,7 +183,7 @@ class StoredRun:
                 if is_disk_full(error):
                     raise
                 return f"{source} cannot be read ({store_reason(error)})"
-            if stored_file(folder / name) == expected:
+            if stored_file(file) == expected:
                 return ""
         return f"{source} is corrupted: it differs from its checksum"
 

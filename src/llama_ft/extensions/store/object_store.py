@@ -13,15 +13,15 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Self, TypeVar
 
 import fsspec
 from fsspec.callbacks import Callback
 
 from llama_ft.checkpoint.reader import content_digest, file_digest
-from llama_ft.config.objectives import FILES_OF_CHECKPOINTS
+from llama_ft.config.objectives import FILES_OF_CHECKPOINTS, FOLDERS
 from llama_ft.config.paths import STORE_PACKAGES
 from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
 from llama_ft.masking import mask_secrets
@@ -290,12 +290,14 @@ class Commit:
         step: optimizer steps done.
         is_requested, best_value: see CheckpointWriter.save.
         files: name -> size and checksum. Names are relative to the folder of the commit object.
+        shared: those of the run's directory that other checkpoints need, too; see shared_files.py.
     """
 
     step: int
     is_requested: bool
     best_value: float | None
     files: Mapping[str, StoredFile]
+    shared: Mapping[str, StoredFile] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the content of the object, which has its own checksum."""
@@ -305,6 +307,8 @@ class Commit:
             "best_loss": self.best_value,
             "files": {name: file._asdict() for name, file in self.files.items()},
         }
+        if self.shared:
+            record["shared"] = {name: file._asdict() for name, file in self.shared.items()}
         return json.dumps({**record, "checksum": _checksum(record)}, indent=1) + "\n"
 
     @classmethod
@@ -316,7 +320,8 @@ class Commit:
             if checksum != _checksum(record):
                 raise ValueError("its checksum differs")
             files = {name: StoredFile(**file) for name, file in record.pop("files").items()}
-            return cls(record["step"], record["asked"], record["best_loss"], files)
+            shared = {name: StoredFile(**file) for name, file in record.get("shared", {}).items()}
+            return cls(record["step"], record["asked"], record["best_loss"], files, shared)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"not a commit object ({error!r})") from error
 
@@ -404,7 +409,8 @@ def _read_listed(store: ObjectStore, names: Iterable[str]) -> FoundCommits:
         try:
             commit = Commit.parse(store.get_text(name))
             # a name with a directory could be fetched to anywhere on the disk
-            if commit.step != step or any("/" in file for file in commit.files):
+            is_own = commit.step == step and not any("/" in file for file in commit.files)
+            if not is_own or not all(map(_is_shared_name, commit.shared)):
                 raise ValueError("it is of another checkpoint")
             valid[step] = commit
         except NoAnswer:
@@ -414,6 +420,11 @@ def _read_listed(store: ObjectStore, names: Iterable[str]) -> FoundCommits:
         except Exception as error:  # each package has its own errors
             unusable[step] = f"{name} cannot be read ({store_reason(error)})"
     return FoundCommits(valid, unusable)
+
+
+def _is_shared_name(name: str) -> bool:
+    path = PurePosixPath(name)
+    return len(path.parts) > 1 and path.parts[0] in FOLDERS and ".." not in path.parts
 
 
 def read_commits(store: ObjectStore) -> dict[int, Commit]:

@@ -42,6 +42,7 @@ from llama_ft.extensions.store.object_store import (
     with_retries,
 )
 from llama_ft.extensions.store.owner import Takeover, check_owner, take_over
+from llama_ft.extensions.store.shared_files import SharedFiles
 from llama_ft.models.base.torch_2_11 import IS_TORCH_2_11
 from llama_ft.runtime import Ranks, log
 
@@ -104,6 +105,7 @@ class Uploads:
         self._rounds = 0
         self._finishes = 0
         self._given_up = threading.Event()
+        self._shared = SharedFiles(store, directory, self._given_up)
         # a client serves one call at a time, and the main thread uses the other one
         self._board = self._connect() if ranks.world_size > 1 else None
         self._takeover = ranks.broadcast_from_rank0(self._take_over)
@@ -132,6 +134,8 @@ class Uploads:
         """Set the step of the checkpoint that the run resumes from, before the first upload. Newer
         ones are not of this run."""
         self._commits = {key: commit for key, commit in self._valid.items() if key <= step}
+        for commit in self._commits.values():
+            self._shared.add_stored(commit.shared)
 
     def take_newer(
         self, resumed: Checkpoint | None, find: Callable[[], Checkpoint | None]
@@ -258,8 +262,11 @@ class Uploads:
         """Upload this rank's files of a checkpoint. Rank 0 waits for all ranks and commits."""
         started = time.monotonic()
         report: dict[str, Any] = {}
+        shared = dict[str, StoredFile]()
         try:
             report["files"] = self._put_own_files(step)
+            if self._ranks.is_main:
+                shared = self._shared.put()
         except Exception as error:  # never stop training
             report["error"] = f"rank {self._ranks.rank}: {store_reason(error)}"
         reports = self._collected(report)
@@ -272,7 +279,7 @@ class Uploads:
                 if "error" in report:
                     raise RuntimeError(report["error"])
                 files |= {file: StoredFile(*stored) for file, stored in report["files"].items()}
-            self._commit(step, files)
+            self._commit(step, files, shared)
         except RunFailure:
             raise
         except Exception as error:
@@ -331,21 +338,25 @@ class Uploads:
     def _retried(self, put: Callable[[], None]) -> None:
         with_retries(put, self._given_up)
 
-    def _commit(self, step: int, files: dict[str, StoredFile]) -> None:
+    def _commit(
+        self, step: int, files: dict[str, StoredFile], shared: dict[str, StoredFile]
+    ) -> None:
         """Write the commit object, if all files are in the store and this run is the owner."""
         self._check_owner()
         folder = commit_name(step).removesuffix(COMMIT_FILE)
 
         def check_sizes() -> None:
             sizes = self.store.sizes(folder)
-            for name, file in files.items():
-                if sizes.get(folder + name) != file.bytes:
-                    raise RuntimeError(f"{folder}{name} is incomplete in the store")
+            for top in {name.partition("/")[0] for name in shared}:
+                sizes |= self.store.sizes(top)
+            for name, file in {**{folder + key: files[key] for key in files}, **shared}.items():
+                if sizes.get(name) != file.bytes:
+                    raise RuntimeError(f"{name} is incomplete in the store")
 
         with_retries(check_sizes, self._given_up)
         trainer = step_folder(self._directory, step) / reader.TRAINER_FILE
         record = json.loads(trainer.read_text())
-        commit = Commit(step, record["asked"], record["best_loss"], files)
+        commit = Commit(step, record["asked"], record["best_loss"], files, shared)
         if self._given_up.is_set():
             raise RuntimeError("abandoned")
         name = commit_name(step)
@@ -376,6 +387,7 @@ class Uploads:
                     match = CHECKPOINT_OBJECT.fullmatch(name)
                     if match is not None and int(match["step"]) == step:
                         self.store.delete(name)
+            self._shared.prune(commit.shared for commit in self._commits.values())
         except Exception as error:  # the new checkpoint itself is complete
             log.warning(
                 f"{self.store.url}: could not delete older checkpoints: {store_reason(error)}"
