@@ -347,6 +347,45 @@ def test_a_killed_run_replays_its_rounds_and_ends_with_the_same_bytes(job: Job) 
     assert job.content("killed") == job.content("whole")
 
 
+def test_a_run_resumes_in_the_middle_of_a_round_on_an_empty_disk(job: Job) -> None:
+    """Its checkpoint of step 5, the second one on round 2, is in a store with the rounds so far."""
+    folder = job.folder / "moved"
+    settings = {**WHOLE, "save_to": f"file://{job.folder}/store", "resume": "auto"}
+    first = forked(RECIPE, *job.flags("moved", **{**settings, "max_train_step": 5}))
+    assert first.exit_code == 0, first.output
+    shutil.rmtree(folder)
+    settings["resume_allow_changes"] = "max_train_step"
+    resumed = forked(RECIPE, *job.flags("moved", **settings))
+    assert resumed.exit_code == 0, resumed.output
+    assert "Fetching step-000005" in resumed.output
+    assert job.content("moved") == job.content("whole")
+    names = {path.name for path in (job.folder / "store/rollouts").iterdir()}
+    assert names == {f"{number:06}" for number in range(1, 6)}
+
+
+@pytest.mark.parametrize("damage", ["missing", "half", "one bit"])
+def test_corrupted_log_probabilities_of_a_round_are_an_error(
+    job: Job, tmp_path: Path, damage: str
+) -> None:
+    """A run resumes at step 11, the second one on round 4."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(job.folder / "whole", folder)
+    file = folder / "rollouts/000004/old-logprobs.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    if damage == "one bit":
+        file.write_bytes(content)
+    elif damage == "half":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        file.unlink()
+    settings = {**WHOLE, "output_dir": folder, "resume": folder / "checkpoints/step-000010"}
+    resumed = forked(RECIPE, *job.flags("damaged", **settings))
+    assert resumed.exit_code == 2, resumed.output
+    assert f"{file}: is missing or corrupted" in resumed.output
+    assert "Traceback" not in resumed.output
+
+
 def test_a_changed_reward_is_named_before_rounds_are_used(job: Job) -> None:
     """The round of the checkpoint has the earlier reward."""
     reward = job.folder / "own_reward.py"

@@ -28,7 +28,7 @@ class AnswerNumbers(NamedTuple):
         advantages: float32 [answers].
         sampler_logprobs: of each token when it was sampled, float32 [tokens].
         old_logprobs: of each token for the weights before the first step on the round, float32
-            [tokens]; None: those are the present weights.
+            [1, tokens]; with a second row for the reference. None: those are the present weights.
     """
 
     tokens: Tokens
@@ -183,7 +183,7 @@ def _collate(
         torch.cat(logprobs),
         None
         if old is None
-        else torch.cat([torch.zeros(0), *(old[item.location] for item in items)]),
+        else torch.cat([*(old[item.location] for item in items)] or [torch.zeros(2, 0)], dim=1),
     )
     return RoundBatch(
         input_ids=pad_sequence(ids, batch_first=True, padding_value=layout.pad_token_id),

@@ -114,16 +114,19 @@ class Grpo(Objective):
         tokens = Tokens(*(sent(values, ranks.device) for values in host.tokens))
         advantage = sent(host.advantages, ranks.device)
         sampler = sent(host.sampler_logprobs, ranks.device)
-        reference = self._reference(built, batch, ranks)
+        stored = host.old_logprobs
+        reference = self._reference(built, batch, ranks) if stored is None else None
         computed = target_losses(built, batch, ranks.device, self._cross_entropy, per_token=True)
         new = -computed.losses
-        if host.old_logprobs is not None:
-            old = sent(host.old_logprobs, ranks.device)
-        else:  # the answers are of the weights before this step
+        settings = self._policy_loss
+        if stored is not None:
+            old = sent(stored[0], ranks.device)
+            reference = sent(stored[1], ranks.device) if settings.beta else None
+        else:  # no step on the round was taken yet
             old = new.detach()
             if self.rounds is not None:
-                self.rounds.old.add(batch.locations, host.tokens.lengths, old)
-        settings = self._policy_loss
+                known = torch.stack([old] if reference is None else [old, reference])
+                self.rounds.old.add(batch.locations, host.tokens.lengths, known)
         ratio = ratios(new, old, tokens, settings)
         losses, clipped = policy_losses(ratio, advantage, tokens, settings)
         weights = sampler_weights(

@@ -1,17 +1,19 @@
-"""With --num_iterations: log-probabilities of a round's answers for the weights that have sampled them.
-The first step on a round computes them; the later ones have other weights, and compare with them.
+"""With --num_iterations: log-probabilities of a round's answers for the weights before the first step on
+it. That step computes them; the later ones have other weights, and compare with them. With --kl_beta
+also those of the reference, which does not change.
 
-    RUN/rollouts/000001/old-logprobs.safetensors    location of an answer -> float32 [tokens]
+    RUN/rollouts/000001/old-logprobs.safetensors    location of an answer -> float32 [1 or 2, tokens]
 
 They are on disk for a run that resumes between two steps on a round.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from llama_ft.errors import UserError, reason
 from llama_ft.extensions.rollouts.rounds import folder_of
@@ -19,6 +21,7 @@ from llama_ft.processes import replace_bytes
 from llama_ft.runtime import Ranks
 
 FILE = "old-logprobs.safetensors"
+CHECKSUM = "sha256"  # in the file's metadata
 
 
 class OldLogprobs:
@@ -28,7 +31,8 @@ class OldLogprobs:
         is_used: several steps have the same round.
 
     Attributes:
-        by_location: of all answers in the loss; None during the first step on a round.
+        by_location: of all answers in the loss, with those of the reference in a second row; None
+            during the first step on a round.
     """
 
     def __init__(self, is_used: bool) -> None:
@@ -47,10 +51,10 @@ class OldLogprobs:
         Args:
             locations: of its answers.
             lengths: of its answers, int64 [answers], on the host.
-            logprobs: of their tokens, float32 [tokens].
+            logprobs: of their tokens, float32 [1 or 2, tokens].
         """
         if self._is_used:
-            parts = logprobs.split(lengths.tolist())
+            parts = logprobs.split(lengths.tolist(), dim=1)
             self._own |= dict(zip(locations, parts, strict=True))
 
     def share(self, output_dir: Path, number: int, ranks: Ranks) -> None:
@@ -70,7 +74,8 @@ class OldLogprobs:
             return
         file = folder_of(output_dir, number) / FILE
         try:
-            replace_bytes(file, save(dict(sorted(together.items()))))
+            metadata = {CHECKSUM: _checksum_of(together)}
+            replace_bytes(file, save(dict(sorted(together.items())), metadata))
         except OSError as error:
             raise UserError(f"{file}: cannot be written ({reason(error)}).") from error
 
@@ -84,11 +89,23 @@ class OldLogprobs:
         self.by_location = ranks.broadcast_from_rank0(lambda: _read(files))
 
 
+def _checksum_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, values in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _read(files: Sequence[Path]) -> dict[str, torch.Tensor]:
     file = next(filter(Path.is_file, files), files[0])
     try:
-        return load(file.read_bytes())
-    except (OSError, SafetensorError) as error:
+        with safe_open(file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            if (opened.metadata() or {}).get(CHECKSUM) != _checksum_of(tensors):
+                raise ValueError("its checksum differs")
+        return tensors
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"{file}: is missing or corrupted ({reason(error)}).\n"
             "The checkpoint is of a step between two steps on this round, and needs it. Resume from another checkpoint."
