@@ -3,6 +3,7 @@ and fails in the ways of servers."""
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class LoraServer(RolloutServer):
         weights: of each of them.
         adapters: those that it has now.
         forgets: the number of requests after which all adapters are lost, once.
+        before_answer: called with each request for an answer.
     """
 
     def __init__(self, folder: Path, fault: str = "") -> None:
@@ -36,6 +38,7 @@ class LoraServer(RolloutServer):
         self.weights = dict[str, dict[str, torch.Tensor]]()
         self.adapters = dict[str, Any]()
         self.forgets: int | None = None
+        self.before_answer: Callable[[dict[str, Any]], None] = lambda request: None
         self._lock = threading.Lock()
 
     def _base(self) -> Any:
@@ -56,6 +59,7 @@ class LoraServer(RolloutServer):
             return 200, b"Success: removed"
         if path != "/v1/completions":
             return super().answer(path, authorization, body)
+        self.before_answer(json.loads(body))
         with self._lock:
             if self.forgets is not None and len(self.requests) >= self.forgets:
                 self.forgets = None

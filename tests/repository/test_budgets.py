@@ -28,7 +28,7 @@ MOST_FILES = 12  # per folder, without __init__.py
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 6100,  # datasets and objectives of extensions, the command as it was typed, configs of a model
+    "": 6200,  # datasets and objectives of extensions, generated steps, the command as it was typed, configs of a model
     "checkpoint": 11_200,
     "config": 21_000,  # what words without a flag mean, rollouts, several scored answers, packages of stores
     "cpu": 5100,  # kernels in Triton are compared with torch's operators at their first call
@@ -40,10 +40,10 @@ TOKENS = {
     "extensions/images": 13_400,  # what towers need to know of images, computed on the host
     "extensions/kubeflow": 850,
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
-    "extensions/rollouts": 29_400,  # rounds, samplers, servers, also ahead, rewards, conversions, GRPO, its plan
+    "extensions/rollouts": 29_900,  # rounds, samplers, servers, also ahead, rewards, conversions, GRPO, its plan
     "extensions/scores": 2200,
     "extensions/serving": 17_600,  # rules of edited adapters and probes, and of quantized bases
-    "extensions/store": 9900,
+    "extensions/store": 10_700,  # also what checkpoints share
     "inference": 8800,  # requests to servers and which weights they have, for rollouts, too
     "libraries": 2600,
     # experts without torch's kernel, kernels in Triton, attention with sinks; before: tiled MLPs, shared

@@ -11,6 +11,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models, observe, runtime, training
+from llama_ft.checkpoint import reader
 from llama_ft.data import StepBatches
 from llama_ft.run.due import set_due
 from llama_ft.run.inputs import RunInputs
@@ -113,8 +114,31 @@ class TrainingRun:
             self.writer,
             self.ranks.signals.between_steps(self.config.train.stop_after, saves),
             self.throughput,
+            self._saving_if_stopped(model, optimizer),
         ):
             yield
+
+    @contextmanager
+    def _saving_if_stopped(
+        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    ) -> Iterator[None]:
+        """Save what was trained if a signal ends the block while an objective makes the batches of a
+        step."""
+        try:
+            yield
+        except runtime.Stopped as stopped:
+            if stopped.agreed:  # it is saved
+                raise
+            self.stop = stopped.stop
+            self.announce_end()
+            self.log_steps(self.read_losses(None))
+            step = self.state.step
+            last = self.writer.finish()
+            is_saved = last is not None and reader.step_of(last) == step
+            if step and not is_saved and self.writer.is_due(step, ends_epoch=False, ends_run=True):
+                description = self._description(ends_run=False)
+                self.writer.save(step, model, optimizer, description, is_final=True)
+            raise self._stopped() from stopped
 
     @property
     def remaining_steps(self) -> Generator[StepBatches, None, None]:
@@ -182,9 +206,9 @@ class TrainingRun:
             part.after_step(self, outcome, self.metrics)
         return self.metrics
 
-    def read_losses(self, outcome: StepOutcome) -> list[StepOutcome]:
+    def read_losses(self, outcome: StepOutcome | None) -> list[StepOutcome]:
         """Return the steps whose loss is known now, with it in their metrics. On a GPU that is the
-        step before, unless this step's loss is needed.
+        step before, unless this step's loss is needed. None: no step follows.
 
         Raises:
             RunFailure: a loss or a gradient norm is not finite.
@@ -196,7 +220,7 @@ class TrainingRun:
             for name, value in step.metrics.items():
                 if isinstance(value, torch.Tensor):  # of the recipe; its step has ended
                     step.metrics[name] = value.item()
-        self.ranks.record_step(outcome.step)
+        self.ranks.record_step(self.state.step)
         return steps
 
     def log_steps(self, steps: Sequence[StepOutcome]) -> None:
@@ -260,22 +284,25 @@ class TrainingRun:
         """Start to write a checkpoint. Training continues after a copy in host memory is made; the
         last one is written before this returns."""
         self.memory.enter("save")
-        description = {
-            "progress": self.state.state_dict(),
-            "ends_run": self._ends_run(outcome),
-            "metrics": self.metrics,
-            "trackers": self.log.tracker_ids,
-        }
         self.writer.save(
             outcome.step,
             model,
             optimizer,
-            description,
+            self._description(self._ends_run(outcome)),
             is_requested=outcome.save,
             best_value=self.state.best.value if is_best else None,
             is_final=self._ends_run(outcome) or self.stop is not None,
         )
         self.throughput.pause()
+
+    def _description(self, ends_run: bool) -> dict[str, Any]:
+        """Return what a checkpoint says of the run after its newest step."""
+        return {
+            "progress": self.state.state_dict(),
+            "ends_run": ends_run,
+            "metrics": self.metrics,
+            "trackers": self.log.tracker_ids,
+        }
 
     def _ends_run(self, outcome: StepOutcome) -> bool:
         return outcome.is_last or self.state.best.should_stop

@@ -283,12 +283,13 @@ class PendingMetrics:
         self._steps: list[StepOutcome] = []
         self._lags = device.type in self.LAGGING
 
-    def push(self, newest: StepOutcome) -> list[StepOutcome]:
+    def push(self, newest: StepOutcome | None) -> list[StepOutcome]:
         """Add a step. Return the steps to read now: all earlier ones, and this one if its loss is
-        needed or already known."""
-        self._steps.append(newest)
+        needed or already known. None: return all."""
+        if newest is not None:
+            self._steps.append(newest)
         count = len(self._steps)
-        if self._lags and not newest.needs_loss:
+        if newest is not None and self._lags and not newest.needs_loss:
             count -= 1
         ready = self._steps[:count]
         self._steps = self._steps[count:]

@@ -12,7 +12,7 @@ import torch
 from conftest import RECIPE, metrics, reproducible_metrics, run_cases, series, write_jsonl
 from forked import forked
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llama_ft.extensions.rollouts.rounds import Answer, Round, folder_of, read_round
@@ -60,7 +60,14 @@ LEARNING_RATE = 0.5
 UPDATES = 3
 HELD_OUT = (20, 40, 90)  # numbers of prompts in a file of their own
 # five rounds of three steps each, but the last one of one step
-WHOLE = {"lr": 0.01, "num_iterations": UPDATES, "save_steps": 5, "max_train_step": 13}
+WHOLE = {
+    "lr": 0.01,
+    "num_iterations": UPDATES,
+    "save_steps": 5,
+    "max_train_step": 13,
+    "generate_batch_size": 5,  # three batches per round
+}
+STOPPED_RECIPE = Path(__file__).with_name("stopped_recipe.py")
 
 
 class Job:
@@ -347,6 +354,24 @@ def test_a_killed_run_replays_its_rounds_and_ends_with_the_same_bytes(job: Job) 
     assert job.content("killed") == job.content("whole")
 
 
+def test_a_signal_ends_the_generation_of_a_round_and_keeps_its_answers(job: Job) -> None:
+    """SIGTERM arrives in the third batch of round 2, before step 4: the others have all answers to two
+    prompts, and two of the four to the third one."""
+    folder = job.folder / "signalled"
+    flags = job.flags("signalled", **WHOLE, resume="auto")
+    stopped = forked(STOPPED_RECIPE, *flags, STOPPED_IN_BATCH="6")
+    assert stopped.exit_code == 143, stopped.output
+    assert "round 2: the answers to 2 prompts are kept" in stopped.output
+    assert "stopped by SIGTERM after step 3. To resume" in stopped.output
+    names = sorted(path.name for path in (folder / "rollouts").iterdir())
+    assert names == ["000001", "begun-000002"]
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
+    resumed = forked(STOPPED_RECIPE, *flags)
+    assert resumed.exit_code == 0, resumed.output
+    assert "batches 11" in resumed.output  # four rounds of three, without the first one
+    assert job.content("signalled") == job.content("whole")
+
+
 def test_a_run_resumes_in_the_middle_of_a_round_on_an_empty_disk(job: Job) -> None:
     """Its checkpoint of step 5, the second one on round 2, is in a store with the rounds so far."""
     folder = job.folder / "moved"
@@ -400,6 +425,37 @@ def test_a_changed_reward_is_named_before_rounds_are_used(job: Job) -> None:
     assert f"another file {reward}" in changed.output
     names = sorted(path.name for path in (job.folder / "changed/rollouts").iterdir())
     assert names == ["000001"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["data", "model"])
+def test_rounds_of_other_data_or_weights_are_an_error(
+    job: Job, tmp_path: Path, changed: str
+) -> None:
+    """A run was killed before its first checkpoint. Its round is not generated again."""
+    one = Job(tmp_path, job.model)
+    run = tmp_path / "run"
+    shutil.copytree(job.folder / "dapo-1/rollouts", run / "rollouts")
+    (run / ".llama_ft-run").touch()
+    settings = sgd(**VARIANTS["dapo"], max_train_step=1, resume="auto")
+    settings["reward"] = f"{job.folder}/reward.py:score"
+    if changed == "data":
+        prompts = [{"messages": [{"role": "user", "content": f"{n}?"}], "id": n} for n in range(15)]
+        write_jsonl(tmp_path / "prompts.jsonl", prompts)
+    else:
+        settings["model_name"] = shutil.copytree(job.model, tmp_path / "model")
+        file = tmp_path / "model/model-00001-of-00003.safetensors"
+        weights = load_file(file)
+        save_file({name: weights[name] * 1.5 for name in weights}, file, {"format": "pt"})
+    before = contents(folder_of(run, 1))
+    finished = forked(RECIPE, *one.flags("run", **settings))
+    assert finished.exit_code == 2, finished.output
+    assert (
+        f"{run}/rollouts/000001: was made with\n  another {changed}: "
+        in finished.output.replace("\n       ", "\n")
+    )
+    assert "Traceback" not in finished.output
+    assert contents(folder_of(run, 1)) == before
 
 
 def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:

@@ -1,6 +1,8 @@
 """Runs with --objective grpo whose answers are sampled by servers that compute with PEFT."""
 
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import RECIPE, metrics, run_cases, series
 from extensions.rollouts.test_grpo_runs import Job, flat
-from forked import forked
+from forked import forked, start_forked
 from local_server import serve
 from lora_server import LoraServer
 
@@ -176,6 +178,39 @@ def test_without_the_weights_of_its_next_round_a_run_does_not_resume(job: Served
     assert resumed.exit_code == 2, resumed.output
     assert "round 4: is missing, and so are its weights" in resumed.output
     assert "Traceback" not in resumed.output
+
+
+def test_a_signal_while_a_server_answers_keeps_its_answers(job: ServedJob, tmp_path: Path) -> None:
+    """It arrives when the server has answered four requests of round 3: one prompt has its three
+    answers."""
+    server = job.servers[0]
+    flags = job.flags("signalled", server_requests=1, resume="auto")
+    running = start_forked(RECIPE, *flags, output=tmp_path / "output")
+    fifth = flat(job.round("whole", 3))[4].seed
+    is_over = threading.Event()
+
+    def stop(request: dict[str, Any]) -> None:
+        if request["seed"] == fifth and not is_over.is_set():
+            running.send(signal.SIGTERM)
+            is_over.wait(60)
+
+    server.before_answer = stop
+    try:
+        exit_code = running.wait(120)
+    finally:
+        is_over.set()
+        server.before_answer = lambda request: None
+    output = (tmp_path / "output").read_text()
+    assert exit_code == 143, output
+    assert "round 3: the answers to 1 prompt are kept" in output
+    assert "stopped by SIGTERM after step 2. To resume" in output
+    server.requests.clear()
+    resumed = forked(RECIPE, *flags)
+    assert resumed.exit_code == 0, resumed.output
+    seeds = [answer.seed for answer in flat(job.round("whole", 3))]
+    asked = {request["seed"] for request in server.requests}
+    assert [seed in asked for seed in seeds] == [False] * 3 + [True] * 6
+    assert job.content("signalled") == job.content("whole")
 
 
 def test_a_server_of_the_base_model_is_found_in_the_first_round(job: ServedJob) -> None:

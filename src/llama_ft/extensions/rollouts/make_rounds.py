@@ -1,6 +1,8 @@
 """Make a round: the model or servers answer its prompts, rewards score the answers, and it is
 written."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from llama_ft.extensions.rollouts.rounds import (
     Prompt,
     Round,
     RoundFacts,
+    write_begun,
     write_round,
     write_unscored,
 )
-from llama_ft.extensions.rollouts.sampling import Sampler, Sampling
+from llama_ft.extensions.rollouts.sampling import Sampler, Sampling, SamplingStopped
 from llama_ft.runtime import Ranks, log
 
 
@@ -38,7 +41,11 @@ class RoundMaker:
     is_quiet: bool = False
 
     def make(
-        self, facts: RoundFacts, prompts: list[Prompt], unscored: Round | None
+        self,
+        facts: RoundFacts,
+        prompts: list[Prompt],
+        unscored: Round | None,
+        begun: Sequence[list[Answer]] = (),
     ) -> Round | None:
         """Make a round and write it. All ranks call it; rank 0 returns the round, others None.
 
@@ -46,13 +53,16 @@ class RoundMaker:
             facts: of this round; its rewards are not known yet.
             prompts: of the round.
             unscored: the answers, if they are on disk already. Then they are only scored.
+            begun: answers to the first prompts.
 
         Raises:
             UserError: no answer has a reward, or the round cannot be written.
+            Stopped: a signal has asked to stop. The answers so far are written.
         """
         rollouts = unscored
         if rollouts is None:
-            answers = self.sampler.sample(prompts, facts.step)
+            with kept_if_stopped(facts, prompts, self.output_dir, self.ranks):
+                answers = self.sampler.sample(prompts, facts.step, begun)
             rollouts = Round(facts, prompts, answers)
             if self.ranks.is_main and self.pool is not None:
                 write_unscored(self.output_dir, rollouts)
@@ -63,6 +73,21 @@ class RoundMaker:
         rollouts = score(rollouts, self.pool, self.is_quiet)
         write_round(self.output_dir, rollouts)
         return rollouts
+
+
+@contextmanager
+def kept_if_stopped(
+    facts: RoundFacts, prompts: list[Prompt], output_dir: Path, ranks: Ranks
+) -> Iterator[None]:
+    """Write the answers that a signal has interrupted in the block."""
+    try:
+        yield
+    except SamplingStopped as stopped:
+        if ranks.is_main and stopped.answers:
+            known = len(stopped.answers)
+            write_begun(output_dir, Round(facts, prompts[:known], stopped.answers))
+            log.info(f"round {facts.step}: the answers to {plural(known, 'prompt')} are kept")
+        raise
 
 
 def score(rollouts: Round, pool: RewardPool | None, is_quiet: bool = False) -> Round:

@@ -14,6 +14,8 @@ to repeat them.
         round.json             how they were made, and the checksums
     OUTPUT_DIR/rollouts/unscored-000002/
         the same files without rewards: answers that are still to be scored
+    OUTPUT_DIR/rollouts/begun-000002/
+        the same for the first prompts of a round, when a signal has ended a run with --objective grpo
 
 A round appears under its name when it is complete. Neither times nor directories of the machine are
 in it, so that the same command writes the same bytes.
@@ -44,6 +46,7 @@ SAMPLES = "samples.safetensors"
 FACTS = "round.json"
 NAME = re.compile(r"\d{6,}")  # of a complete round
 UNSCORED = "unscored-"
+BEGUN = "begun-"
 ENCODING = ("utf-8", "surrogatepass")  # texts of datasets and models may have lone surrogates
 DTYPES = {
     "tokens": numpy.int32,
@@ -173,6 +176,11 @@ def unscored_folder_of(output_dir: Path, step: int) -> Path:
     return rollouts_of(output_dir) / f"{UNSCORED}{step:06}"
 
 
+def begun_folder_of(output_dir: Path, step: int) -> Path:
+    """Return the directory of the answers to the first prompts of a round."""
+    return rollouts_of(output_dir) / f"{BEGUN}{step:06}"
+
+
 def list_rounds(output_dir: Path) -> list[Path]:
     """Return the directories of the complete rounds, in order."""
     folder = rollouts_of(output_dir)
@@ -204,7 +212,17 @@ def write_round(output_dir: Path, rollouts: Round) -> Path:
 def write_unscored(output_dir: Path, rollouts: Round) -> Path:
     """Write the answers of a round before they are scored, so that neither a reward that fails nor a
     kill loses them. Raises UserError as `write_round` does."""
-    return _write(unscored_folder_of(output_dir, rollouts.facts.step), rollouts)
+    step = rollouts.facts.step
+    folder = _write(unscored_folder_of(output_dir, step), rollouts)
+    shutil.rmtree(begun_folder_of(output_dir, step), ignore_errors=True)
+    return folder
+
+
+def write_begun(output_dir: Path, rollouts: Round) -> Path:
+    """Write the answers to the first prompts of a round. Raises UserError if that is not possible."""
+    folder = begun_folder_of(output_dir, rollouts.facts.step)
+    shutil.rmtree(folder, ignore_errors=True)  # fewer of them
+    return _write(folder, rollouts)
 
 
 def _write(folder: Path, rollouts: Round) -> Path:

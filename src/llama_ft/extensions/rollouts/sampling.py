@@ -11,6 +11,7 @@ ranks, so that rounding does not, either.
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -23,6 +24,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config.value_types import STRICT
 from llama_ft.data import pad_token_id
@@ -32,7 +34,7 @@ from llama_ft.extensions.rollouts.rounds import Answer, Prompt
 from llama_ft.inference.load import LoadedModel
 from llama_ft.models import vocabulary_size
 from llama_ft.models.sharding.kept_units import units_kept_if_they_fit
-from llama_ft.runtime import Ranks
+from llama_ft.runtime import Ranks, Stopped
 from llama_ft.training import free_unsharded
 from llama_ft.training.evaluation import prompt_arguments
 
@@ -62,13 +64,32 @@ class Sampling:
         return combine_seeds(self.seed, step, prompt.index, number)
 
 
+class SamplingStopped(Stopped):
+    """A signal has asked to stop. All ranks raise it together.
+
+    Attributes:
+        answers: to the first prompts of the round, as far as they are complete. Rank 0 has them.
+    """
+
+    def __init__(self, stopped: Stopped) -> None:
+        super().__init__(stopped.stop)
+        self.answers = list[list[Answer]]()
+
+
 class Sampler(Protocol):
     """What samples answers: the model itself, or servers."""
 
     source: dict[str, Any]  # for round.json
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> list[list[Answer]]:
-        """Return the answers to each prompt of a round. All ranks call it, and get all answers."""
+    def sample(
+        self, prompts: Sequence[Prompt], step: int, begun: Sequence[list[Answer]] = ()
+    ) -> list[list[Answer]]:
+        """Return the answers to each prompt of a round. All ranks call it, and get all answers.
+        `begun`: those to the first prompts, which are known.
+
+        Raises:
+            SamplingStopped: a signal has asked to stop.
+        """
         ...
 
 
@@ -105,35 +126,49 @@ class OwnSampler:
             do_sample=False, pad_token_id=pad, eos_token_id=sampling.stop_ids or None
         )
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> list[list[Answer]]:
-        """Return the answers to each prompt of a round. All ranks call it, and get all answers."""
+    def sample(
+        self, prompts: Sequence[Prompt], step: int, begun: Sequence[list[Answer]] = ()
+    ) -> list[list[Answer]]:
+        """See `Sampler`."""
         ranks = self._ranks
-        with units_kept_if_they_fit(self._built, ranks):
-            answers = self._own_answers(prompts, step)
-        free_unsharded(self._model)
-        together = dict[_Item, Answer]()
-        for part in ranks.gather(answers):
-            together |= part
-        numbers = range(self._sampling.num_generations)
-        indices = range(len(prompts))
-        return [[together[_Item(index, number)] for number in numbers] for index in indices]
-
-    def _own_answers(self, prompts: Sequence[Prompt], step: int) -> dict[_Item, Answer]:
-        """Return the answers of this rank's batches."""
-        ranks = self._ranks
-        batches = list(self._batches(prompts))
+        # A batch of which only a part is known is generated again: alone, the rest would be rounded
+        # in another way.
+        batches = [batch for batch in self._batches(prompts) if batch[-1].prompt >= len(begun)]
         answers = dict[_Item, Answer]()
-        for first in range(0, len(batches), ranks.answering.size):
-            number = first + ranks.answering.rank
-            is_own = number < len(batches)
-            if not is_own and ranks.shard.size == 1:
-                continue
-            # Ranks that share the weights generate equally often: all must join the all-gathers.
-            batch = batches[number] if is_own else batches[-1]
-            answered = self._answer(batch, prompts, step)
-            if is_own:
-                answers |= answered
-        return answers
+        try:
+            with units_kept_if_they_fit(self._built, ranks):
+                for first in range(0, len(batches), ranks.answering.size):
+                    _check_stop(ranks)
+                    number = first + ranks.answering.rank
+                    is_own = number < len(batches)
+                    if not is_own and ranks.shard.size == 1:
+                        continue
+                    # Ranks that share the weights generate equally often: all must join the all-gathers.
+                    batch = batches[number] if is_own else batches[-1]
+                    answered = self._answer(batch, prompts, step)
+                    if is_own:
+                        answers |= answered
+        except SamplingStopped as stopped:
+            stopped.answers = self._groups(answers, prompts, begun)
+            raise
+        finally:
+            free_unsharded(self._model)
+        return self._groups(answers, prompts, begun)
+
+    def _groups(
+        self, own: dict[_Item, Answer], prompts: Sequence[Prompt], begun: Sequence[list[Answer]]
+    ) -> list[list[Answer]]:
+        """Return the answers of all ranks by prompt, up to the first prompt that lacks one."""
+        together = dict[_Item, Answer]()
+        for part in self._ranks.gather(own):
+            together |= part
+        groups = list(begun)
+        for index in range(len(begun), len(prompts)):
+            items = [_Item(index, number) for number in range(self._sampling.num_generations)]
+            if not together.keys() >= set(items):
+                break
+            groups.append([together[item] for item in items])
+        return groups
 
     def _batches(self, prompts: Sequence[Prompt]) -> Iterator[list[_Item]]:
         """Yield what is generated at once. The answers of a batch have one maximum length."""
@@ -167,12 +202,13 @@ class OwnSampler:
         token_ids = [prompt.token_ids for prompt in own_prompts]
         arguments = prompt_arguments(self._model, token_ids, None, self._ranks.device)
         choose = ChooseTokens(seeds, longest, self._sampling, arguments["input_ids"])
-        self._model.generate(  # type: ignore[operator]  # a mixin's method
-            **arguments,
-            max_new_tokens=longest,
-            logits_processor=LogitsProcessorList([choose]),
-            synced_gpus=self._ranks.shard.size > 1,
-        )
+        with _stopping_between_tokens(self._model, self._ranks):
+            self._model.generate(  # type: ignore[operator]  # a mixin's method
+                **arguments,
+                max_new_tokens=longest,
+                logits_processor=LogitsProcessorList([choose]),
+                synced_gpus=self._ranks.shard.size > 1,
+            )
         tokens = torch.stack(choose.tokens, dim=1).cpu().numpy()
         logprobs = torch.stack(choose.logprobs, dim=1).cpu().numpy()
         answers = {}
@@ -181,6 +217,28 @@ class OwnSampler:
                 tokens[row], logprobs[row], seeds[row], self._tokenizer, self._sampling.stop_ids
             )
         return answers
+
+
+def _check_stop(ranks: Ranks) -> None:
+    try:
+        ranks.check_stop()
+    except Stopped as stopped:
+        raise SamplingStopped(stopped) from stopped
+
+
+@contextmanager
+def _stopping_between_tokens(model: PreTrainedModel, ranks: Ranks) -> Iterator[None]:
+    """In the block a signal raises SamplingStopped before the next token, if all ranks call the model
+    equally often: those with their own copy of the weights do not."""
+    if ranks.shard.size < ranks.world_size:
+        yield
+        return
+    # `prepend`: before FSDP's own hook, which starts to gather weights
+    check = model.register_forward_pre_hook(lambda *_: _check_stop(ranks), prepend=True)
+    try:
+        yield
+    finally:
+        check.remove()
 
 
 class ChooseTokens:

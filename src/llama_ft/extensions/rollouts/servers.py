@@ -92,19 +92,26 @@ class ServerSampler:
         limit = served.get("max_model_len") or base.get("max_model_len")
         self.context = limit if isinstance(limit, int) else sys.maxsize
         self._is_checked = False
+        self._futures = list[list[Future[Answer]]]()
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> list[list[Answer]]:
-        """Return the answers to each prompt of a round.
+    def sample(
+        self, prompts: Sequence[Prompt], step: int, begun: Sequence[list[Answer]] = ()
+    ) -> list[list[Answer]]:
+        """Return the answers to each prompt of a round. `begun`: see `Sampler`.
 
         Raises:
             UserError: a server fails, or its answer lacks what is needed.
         """
+        prompts = prompts[len(begun) :]
+        if not prompts:
+            return [*begun]
         if not self._is_checked:
             for server in self._servers:
                 self._check_distribution(server, prompts[0])
             self._is_checked = True
         pools = [ThreadPoolExecutor(self._requests.at_once) for _ in self._servers]
         futures = list[list[Future[Answer]]]()
+        self._futures = futures
         try:
             for place, prompt in enumerate(prompts):
                 pool = pools[place % len(pools)]
@@ -121,7 +128,17 @@ class ServerSampler:
             for pool in pools:
                 pool.shutdown(wait=False, cancel_futures=True)
         _raise_errors(flat)
-        return [[future.result() for future in group] for group in futures]
+        return [*begun, *([future.result() for future in group] for group in futures)]
+
+    def answers_so_far(self) -> list[list[Answer]]:
+        """Return the answers to the first prompts of a call of `sample` that has not returned."""
+        groups = list[list[Answer]]()
+        for futures in [*self._futures]:
+            for future in futures:
+                if not future.done() or future.cancelled() or future.exception() is not None:
+                    return groups
+            groups.append([future.result() for future in futures])
+        return groups
 
     def _ask(self, server: Server, prompt: Prompt, seed: int) -> Answer:
         settings = self._sampling

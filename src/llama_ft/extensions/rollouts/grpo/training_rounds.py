@@ -37,15 +37,22 @@ from llama_ft.extensions.rollouts.hand_over.policy_servers import (
     PolicyServers,
 )
 from llama_ft.extensions.rollouts.hand_over.probe import Scorer
-from llama_ft.extensions.rollouts.make_rounds import RoundMaker, describe, sampling_facts
+from llama_ft.extensions.rollouts.make_rounds import (
+    RoundMaker,
+    describe,
+    kept_if_stopped,
+    sampling_facts,
+)
 from llama_ft.extensions.rollouts.policy import PolicyFiles, checksum_of
 from llama_ft.extensions.rollouts.prompts import PromptTokens, read_dataset
 from llama_ft.extensions.rollouts.resume import check_round
 from llama_ft.extensions.rollouts.rewards.pool import RewardPool, parse_reward
 from llama_ft.extensions.rollouts.rounds import (
+    Answer,
     Prompt,
     Round,
     RoundFacts,
+    begun_folder_of,
     folder_of,
     list_rounds,
     read_round,
@@ -188,12 +195,7 @@ class TrainingRounds(Part):
             lambda: self._stored(facts, prompts)
         )
         if stored is None:
-            if self._servers is not None:
-                self._servers.finish()
-            unscored = self._ranks.broadcast_from_rank0(lambda: self._unscored(facts, prompts))
-            if unscored is None:
-                self._check_known(facts)
-            self._make(facts, prompts, sampling, built, unscored)
+            self._make(facts, prompts, sampling, built)
             stored = self._ranks.broadcast_from_rank0(
                 lambda: read_round(folder_of(self._directory, number))
             )
@@ -383,6 +385,17 @@ class TrainingRounds(Part):
         self._check(folder, earlier, facts, prompts, scored=False)
         return earlier
 
+    def _begun(self, facts: RoundFacts, prompts: list[Prompt]) -> list[list[Answer]]:
+        """Return the answers to the first prompts of a round that a signal has interrupted."""
+        folder = begun_folder_of(self._directory, facts.step)
+        if not folder.is_dir():
+            return []
+        earlier = read_round(folder)
+        if earlier.facts.policy != facts.policy:  # a repeated step on a GPU
+            return []
+        self._check(folder, earlier, facts, prompts[: len(earlier.prompts)], scored=False)
+        return earlier.answers
+
     def _check(
         self,
         folder: Path,
@@ -414,13 +427,20 @@ class TrainingRounds(Part):
         prompts: list[Prompt],
         sampling: Sampling,
         built: BuiltModel,
-        unscored: Round | None,
     ) -> None:
-        """Sample, score and write a round."""
+        """Sample, score and write a round. What is on disk of it is not sampled again."""
+        if self._servers is not None:
+            with kept_if_stopped(facts, prompts, self._directory, self._ranks):
+                self._servers.finish()
+        unscored = self._ranks.broadcast_from_rank0(lambda: self._unscored(facts, prompts))
+        begun: list[list[Answer]] = []
+        if unscored is None:
+            self._check_known(facts)
+            begun = self._ranks.broadcast_from_rank0(lambda: self._begun(facts, prompts))
         with self._generating(built) as opened:
             sampler = self._sampler(opened, sampling, facts)
             maker = RoundMaker(sampler, self._pool, self._directory, self._ranks, is_quiet=True)
-            rollouts = maker.make(facts, prompts, unscored)
+            rollouts = maker.make(facts, prompts, unscored, begun)
         if rollouts is not None:
             log.debug(f"round {facts.step}: {describe(rollouts)}")
 

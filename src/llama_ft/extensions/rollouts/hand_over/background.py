@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from llama_ft.runtime import Ranks
 
 T = TypeVar("T")
-POLL_SECONDS = 20.0  # ranks wait for each other no longer than this, far below their limit
+POLL_SECONDS = 1.0  # between two looks for signals; ranks wait for each other no longer than this
 
 
 class BackgroundTask(Generic[T]):
@@ -30,9 +30,14 @@ class BackgroundTask(Generic[T]):
             threading.Thread(target=self._run, daemon=True).start()
 
     def result(self) -> T:
-        """Wait for the function, and return its result on all ranks. Raises its error on rank 0."""
+        """Wait for the function, and return its result on all ranks.
+
+        Raises:
+            Exception: that of the function, on rank 0.
+            Stopped: a signal has asked to stop. The function is not waited for.
+        """
         while not self._ranks.broadcast_from_rank0(lambda: self._ended.wait(POLL_SECONDS)):
-            pass
+            self._ranks.check_stop()
         return self._ranks.broadcast_from_rank0(self._take)
 
     def _run(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -50,12 +50,13 @@ from llama_ft.extensions.rollouts.rounds import (
     sha256_of,
     write_unscored,
 )
-from llama_ft.extensions.rollouts.sampling import Sampling
+from llama_ft.extensions.rollouts.sampling import Sampling, SamplingStopped
 from llama_ft.extensions.rollouts.servers import ServerRequests, ServerSampler
 from llama_ft.inference.verdict import Compared
 from llama_ft.models import BuiltModel, without_graphs
-from llama_ft.runtime import Ranks, log
+from llama_ft.runtime import Ranks, Stopped, log
 
+T = TypeVar("T")
 POLICY = "policy-"
 POLICY_FILE = "policy.json"
 PROBE_ANSWERS = 8
@@ -111,6 +112,7 @@ class PolicyServers:
         self._is_comparable = True  # the trainer has the weights of the current adapter
         self._is_proven = False
         self._ahead: BackgroundTask[bool] | None = None  # the answers of the next round
+        self._round_sampler: ServerSampler | None = None  # of the answers of a round
         self._is_closed = False
         self.context: int | None = ranks.broadcast_from_rank0(self._find_context)
         # The adapter is the round's policy, and has no other name there.
@@ -179,25 +181,41 @@ class PolicyServers:
         """Wait for the answers of `begin`, which are then on disk, unless a server has lost the
         adapter. Raises UserError if a server fails."""
         if self._ahead is not None:
-            self._ahead.result()
+            self._result_of(self._ahead, [])
             self._ahead = None
 
     def sample(
-        self, scorer: Scorer, sampling: Sampling, prompts: Sequence[Prompt], step: int
+        self,
+        scorer: Scorer,
+        sampling: Sampling,
+        prompts: Sequence[Prompt],
+        step: int,
+        begun: Sequence[list[Answer]] = (),
     ) -> list[list[Answer]]:
         """Return the answers to each prompt of a round, by the adapter that was published last. If a
         server was restarted meanwhile, it gets the adapter again, once.
 
         Raises:
             UserError: a server fails, or its answer lacks what is needed.
+            SamplingStopped: a signal has asked to stop.
         """
-        ask = partial(self._ask_or_miss, sampling, prompts, step)
-        answers = BackgroundTask(self._ranks, ask).result()
+        ask = partial(self._ask_or_miss, sampling, prompts, step, begun)
+        answers = self._result_of(BackgroundTask(self._ranks, ask), begun)
         if answers is None:
             self._send_again(scorer, sampling)
-            again = partial(self._ask, self.urls, sampling, prompts, step)
-            answers = BackgroundTask(self._ranks, again).result()
+            again = partial(self._ask, sampling, prompts, step, begun)
+            answers = self._result_of(BackgroundTask(self._ranks, again), begun)
         return answers
+
+    def _result_of(self, task: BackgroundTask[T], begun: Sequence[list[Answer]]) -> T:
+        """Return what a task of `_ask` returns. `begun`: the answers that it was given."""
+        try:
+            return task.result()
+        except Stopped as stopped:
+            sampling_stopped = SamplingStopped(stopped)
+            if self._round_sampler is not None:
+                sampling_stopped.answers = [*begun, *self._round_sampler.answers_so_far()]
+            raise sampling_stopped from stopped
 
     def close(self, keeps_files: bool) -> None:
         """Delete the adapter at the servers. `keeps_files`: not here; a resumed run needs it."""
@@ -205,21 +223,24 @@ class PolicyServers:
         if self._current is not None:
             self._delete(self._current, keeps_files and self._settings.staleness > 0)
         self._current = None
+        if not keeps_files:  # nor what a killed run has left
+            for folder in rollouts_of(self._directory).glob(f"{POLICY}*"):
+                self._delete(Published(self._name_of(folder), folder))
 
     def _find(self, number: int) -> Published | None:
         """Return the adapter of a round that is on disk, in the run's directory afterwards."""
         for place in self._places:
-            for found in rollouts_of(place).glob(f"{POLICY}{number:06}-*"):
-                folder = rollouts_of(self._directory) / found.name
+            for source in rollouts_of(place).glob(f"{POLICY}{number:06}-*"):
+                folder = rollouts_of(self._directory) / source.name
                 try:
                     if not folder.is_dir():
                         aside = folder.with_name(f".{folder.name}.tmp")
-                        shutil.copytree(found, aside, dirs_exist_ok=True)
+                        shutil.copytree(source, aside, dirs_exist_ok=True)
                         aside.rename(folder)
                     checksum = _read_checksum(folder)
                 except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                     raise UserError(
-                        f"{found}: is corrupted ({reason(error)}).\n"
+                        f"{source}: is corrupted ({reason(error)}).\n"
                         "It has the weights that sample the next round. Resume from an earlier checkpoint."
                     ) from error
                 return Published(self._name_of(folder), folder, checksum)
@@ -334,22 +355,31 @@ class PolicyServers:
         return answers
 
     def _ask_or_miss(
-        self, sampling: Sampling, prompts: Sequence[Prompt], step: int
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Prompt],
+        step: int,
+        begun: Sequence[list[Answer]] = (),
     ) -> list[list[Answer]] | None:
         """Return the answers to each prompt; None if a server has lost the adapter."""
         assert self._current is not None
         try:
-            return self._ask(self.urls, sampling, prompts, step)
+            return self._ask(sampling, prompts, step, begun)
         except UserError:
             if all(server.has(self._current.name) for server in self._servers):
                 raise
             return None
 
     def _ask(
-        self, urls: list[str], sampling: Sampling, prompts: Sequence[Prompt], step: int
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Prompt],
+        step: int,
+        begun: Sequence[list[Answer]],
     ) -> list[list[Answer]]:
         assert self._current is not None
-        return self._sampler(urls, sampling, self._current).sample(prompts, step)
+        self._round_sampler = self._sampler(self.urls, sampling, self._current)
+        return self._round_sampler.sample(prompts, step, begun)
 
     def _sampler(self, urls: list[str], sampling: Sampling, published: Published) -> ServerSampler:
         at_once = self._settings.server_requests
@@ -376,15 +406,17 @@ class PolicySampler:
         self._facts = facts
         self.source = servers.source
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> list[list[Answer]]:
-        """Return the answers to each prompt of a round. All ranks call it, and get all answers."""
+    def sample(
+        self, prompts: Sequence[Prompt], step: int, begun: Sequence[list[Answer]] = ()
+    ) -> list[list[Answer]]:
+        """See `Sampler`."""
         # with --staleness 1, of earlier weights
         held = self._servers.find(step)
         if held is None:
             self._servers.publish(self._scorer, self._sampling, self._facts)
         else:
             self._servers.publish_again(self._scorer, self._sampling, held)
-        return self._servers.sample(self._scorer, self._sampling, prompts, step)
+        return self._servers.sample(self._scorer, self._sampling, prompts, step, begun)
 
 
 def _read_checksum(folder: Path) -> str:
