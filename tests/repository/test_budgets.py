@@ -52,7 +52,7 @@ TOKENS = {
     "observe": 12_600,
     # --longest with ranks (8xh100), plans of a search that share headers; generation; units that stay
     # unsharded for answers; changes as a run starts with them
-    "plan": 25_300,
+    "plan": 25_400,
     "run": 9300,
     "runtime": 12_800,
     "training": 27_100,  # what objectives say of generation and of held-out prompts
