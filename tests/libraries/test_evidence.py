@@ -115,6 +115,20 @@ def test_models_that_wait_for_sizes_of_images_have_their_arguments() -> None:
         assert f"self.{name} =" in inspect.getsource(architecture(tower).__init__)
 
 
+def test_gated_delta_nets_have_their_parts() -> None:
+    kinds = (
+        "qwen3_5.Qwen3_5GatedDeltaNet",
+        "qwen3_next.Qwen3NextGatedDeltaNet",
+        "olmo_hybrid.OlmoHybridGatedDeltaNet",
+    )
+    for path, projections in zip(kinds, evidence.DELTA_NETS, strict=True):
+        assert evidence.STATES in parameters(path)
+        source = inspect.getsource(architecture(path).__init__)
+        names = projections | evidence.PER_HEAD | {evidence.CONVOLUTION, *evidence.HEAD_SIZES}
+        assert all(f"self.{name} =" in source for name in names), path
+        assert any(f"self.{name} =" in source for name in evidence.OUTPUT_PROJECTIONS), path
+
+
 def test_the_files_of_models_have_their_functions() -> None:
     forward = inspect.unwrap(architecture("llama.LlamaAttention").forward)
     assert evidence.ATTENTION_INTERFACE in forward.__code__.co_names

@@ -46,9 +46,10 @@ TOKENS = {
     "extensions/store": 10_700,  # also what checkpoints share
     "inference": 8800,  # requests to servers and which weights they have, for rollouts, too
     "libraries": 2600,
-    # experts without torch's kernel, kernels in Triton, attention with sinks; before: tiled MLPs, shared
-    # sequences with images or compiled layers, units kept for an answer
-    "models": 71_400,
+    # heads of gated delta nets that ranks share; before: experts without torch's kernel, kernels in
+    # Triton, attention with sinks, tiled MLPs, shared sequences with images or compiled layers, units
+    # kept for an answer
+    "models": 72_900,
     "observe": 12_600,
     # --longest with ranks (8xh100), plans of a search that share headers; generation; units that stay
     # unsharded for answers; changes as a run starts with them

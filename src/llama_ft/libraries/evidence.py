@@ -106,6 +106,25 @@ IMAGE_FEATURES = "get_image_features"  # a method of models that take images
 INTERPOLATION = "interpolation_mode"
 WINDOW = "window_size"
 
+# Gated delta nets, whose heads do not depend on each other: the projections of their inputs (Qwen3.5,
+# Qwen3-Next, OLMo Hybrid), other children, and parameters with a number per head.
+DELTA_NETS = (
+    frozenset({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}),
+    frozenset({"in_proj_qkvz", "in_proj_ba"}),
+    frozenset({"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"}),
+)
+CONVOLUTION = "conv1d"
+OUTPUT_PROJECTIONS = frozenset({"out_proj", "o_proj"})
+NOT_PROJECTIONS = OUTPUT_PROJECTIONS | {CONVOLUTION, "norm", "o_norm"}
+PER_HEAD = frozenset({"A_log", "dt_bias"})
+# Their channels are queries, keys and values, with the widths in these attributes. Those of other
+# projections are divided into heads as a whole.
+JOINED = dict.fromkeys(("in_proj_qkv", CONVOLUTION), ("key_dim", "key_dim", "value_dim"))
+# Attributes: numbers of heads, and all that a layer with fewer heads has less of.
+HEADS = ("num_k_heads", "num_v_heads")
+HEAD_SIZES = (*HEADS, "key_dim", "value_dim", "conv_dim")
+STATES = "hidden_states"  # the argument with their input
+
 # Classes.
 # Classes without weights whose torch operations mix dtypes if their inputs are in 16 bits.
 # Transformers computes them only under autocast.

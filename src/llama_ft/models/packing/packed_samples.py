@@ -37,9 +37,11 @@ from llama_ft.libraries.evidence import (
     MERGED,
     MISSING_KERNEL,
     SAMPLE_OF_TOKEN,
+    STATES,
 )
 from llama_ft.libraries.transformers_private import private
 from llama_ft.models.base.replaced import replace_method
+from llama_ft.models.packing.shared_heads import can_divide_heads, compute_own_heads
 from llama_ft.models.packing.shared_sequences import NOT_SHARED, AllTokens
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
@@ -221,34 +223,53 @@ class TokenMixers:
             samples = current_samples()
             if samples is None or not (mixer in self.per_sample or mixer in self.with_kernels):
                 return plain(*args, **kwargs)
-            if samples.sequence is not None:
-                return _of_all_tokens(forward, samples, args, kwargs)
-            if mixer in self.with_kernels:
-                kwargs = kwargs | {
-                    "cu_seq_lens_q": samples.offsets,
-                    SAMPLE_OF_TOKEN: samples.indices,
-                }
-                return plain(*args, **kwargs)
-            embeds_positions = mixer in self._positions
-            if embeds_positions and LOOKS_UP_POSITIONS in _parameters(type(mixer).forward):
-                kwargs = kwargs | {"position_ids": samples.positions()}
-                return plain(*args, **kwargs)
-            dropped = {"position_ids"} if embeds_positions else FLASH_ATTENTION_ARGUMENTS
-            kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
-            outputs = []
-            start = 0
-            total = sum(samples.lengths)
-            for number, length in enumerate(samples.lengths):
-                own = _SampleSlice(number, start, length, total)
-                alone = None
-                if mixer in self.attention:
-                    alone = PackedSamples.of([length], samples.offsets.device)
-                with samples_of(alone):
-                    outputs.append(plain(*own.of(args), **own.of(kwargs)))
-                start += length
-            return _joined(outputs, samples.lengths)
+            if samples.sequence is None:
+                return self._compute(mixer, samples, plain, *args, **kwargs)
+            own_tokens = sum(samples.lengths) // samples.sequence.size
+            tokens = AllTokens(samples.sequence, own_tokens)
+            whole = replace(samples, sequence=None)
+            compute = partial(self._compute, mixer, whole)
+            with samples_of(whole):
+                if inspect.ismethod(plain) and can_divide_heads(mixer, samples.sequence):
+                    return _of_own_heads(
+                        mixer, partial(compute, plain.__func__), tokens, args, kwargs
+                    )
+                output = compute(plain, *_gathered(args, tokens), **_gathered(kwargs, tokens))
+                return _own(output, tokens)
 
         replace_method(mixer, "forward", forward)
+
+    def _compute(
+        self,
+        mixer: nn.Module,
+        samples: PackedSamples,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a mixer's code with all tokens of a sequence: sample by sample, or with the offsets of the
+        samples."""
+        if mixer in self.with_kernels:
+            kwargs = kwargs | {"cu_seq_lens_q": samples.offsets, SAMPLE_OF_TOKEN: samples.indices}
+            return function(*args, **kwargs)
+        embeds_positions = mixer in self._positions
+        if embeds_positions and LOOKS_UP_POSITIONS in _parameters(type(mixer).forward):
+            kwargs = kwargs | {"position_ids": samples.positions()}
+            return function(*args, **kwargs)
+        dropped = {"position_ids"} if embeds_positions else FLASH_ATTENTION_ARGUMENTS
+        kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
+        outputs = []
+        start = 0
+        total = sum(samples.lengths)
+        for number, length in enumerate(samples.lengths):
+            own = _SampleSlice(number, start, length, total)
+            alone = None
+            if mixer in self.attention:
+                alone = PackedSamples.of([length], samples.offsets.device)
+            with samples_of(alone):
+                outputs.append(function(*own.of(args), **own.of(kwargs)))
+            start += length
+        return _joined(outputs, samples.lengths)
 
 
 def _checkpointed(
@@ -319,46 +340,54 @@ def _dims_of_tokens(value: torch.Tensor, tokens: int) -> list[int]:
     return [dim for dim in possible if value.shape[dim] == tokens][:1]
 
 
-def _of_all_tokens(
-    forward: Callable[..., Any],
-    samples: PackedSamples,
+def _of_own_heads(
+    mixer: nn.Module,
+    compute: Callable[..., torch.Tensor],
+    tokens: AllTokens,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Any:
-    """Call a token mixer with the tokens of all ranks that share the sequence, and return this
-    rank's part of its output. Each of them computes all tokens, which is exact for any
-    architecture."""
-    assert samples.sequence is not None
-    total = sum(samples.lengths)
-    own_tokens = total // samples.sequence.size
-    tokens = AllTokens(samples.sequence, own_tokens)
+) -> torch.Tensor:
+    """Call a gated delta net with a part of its heads, see `compute_own_heads`. Return the output of
+    this rank's tokens."""
+    named = dict(kwargs)
+    states, *others = args or (named.pop(STATES),)
+    gathered_args = _gathered(others, tokens)
+    gathered = _gathered(named, tokens)
 
-    def gathered(value: Any) -> Any:
-        if isinstance(value, PackedSamples):
-            return None  # samples_of provides it
-        if isinstance(value, dict | tuple | list):
-            return _with_tokens(value, own_tokens, total, gathered)
-        if not isinstance(value, torch.Tensor):
-            return value
-        dims = _dims_of_tokens(value, own_tokens)
-        if len(dims) > 1:
-            raise UserError(
-                f"{NOT_SHARED}: this model makes a mask of all pairs of tokens. Leave it out."
-            )
-        return tokens.gathered(value, dims[0]) if dims else value
+    def of_view(view: nn.Module, columns: torch.Tensor) -> torch.Tensor:
+        return compute(view, columns, *gathered_args, **gathered)
 
-    def own(value: Any) -> Any:
-        if isinstance(value, _PerSample) or not isinstance(
-            value, dict | tuple | list | torch.Tensor
-        ):
-            return value
-        if not isinstance(value, torch.Tensor):
-            return _with_tokens(value, total, own_tokens, own)
-        dims = _dims_of_tokens(value, total)
-        return tokens.own(value, dims[0]) if dims else value
+    return compute_own_heads(mixer, states, tokens.sequence, of_view)
 
-    with samples_of(replace(samples, sequence=None)):
-        return own(forward(*gathered(args), **gathered(kwargs)))
+
+def _gathered(value: Any, tokens: AllTokens) -> Any:
+    """Return a token mixer's arguments with the tokens of all ranks that share the sequence."""
+    if isinstance(value, PackedSamples):
+        return None  # samples_of provides it
+    if isinstance(value, dict | tuple | list):
+        return _with_tokens(
+            value, tokens.own_tokens, tokens.count, partial(_gathered, tokens=tokens)
+        )
+    if not isinstance(value, torch.Tensor):
+        return value
+    dims = _dims_of_tokens(value, tokens.own_tokens)
+    if len(dims) > 1:
+        raise UserError(
+            f"{NOT_SHARED}: this model makes a mask of all pairs of tokens. Leave it out."
+        )
+    return tokens.gathered(value, dims[0]) if dims else value
+
+
+def _own(value: Any, tokens: AllTokens) -> Any:
+    """Return this rank's part of a token mixer's output."""
+    if isinstance(value, _PerSample):
+        return value
+    if isinstance(value, dict | tuple | list):
+        return _with_tokens(value, tokens.count, tokens.own_tokens, partial(_own, tokens=tokens))
+    if not isinstance(value, torch.Tensor):
+        return value
+    dims = _dims_of_tokens(value, tokens.count)
+    return tokens.own(value, dims[0]) if dims else value
 
 
 def own_part_of_merged(

@@ -5,6 +5,7 @@ rank's own tokens.
     2 ranks        rank 0     rank 1
     tokens         0 1 2 3    4 5 6 7        of a sequence of 8
     attention      heads 0 1  heads 2 3      of all 8 tokens, so kernels and masks are those of one rank
+    delta nets     heads 0 1  heads 2 3      of all 8 tokens (shared_heads.py)
     other mixers   all        all            of all 8 tokens; each rank keeps its part of the output
 
 One all-to-all brings queries, keys and values from a part of the tokens to a part of the heads, and
@@ -81,7 +82,7 @@ def attend_over_heads(
         part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (key, value)
     ]
     groups = heads // (key.shape[1] * repeats)
-    exchanged = [_Exchange.apply(part, sequence, True) for part in (query, *shared)]
+    exchanged = [Exchange.apply(part, sequence, True) for part in (query, *shared)]
     view = _with_own_heads(module, sequence, groups)
     own = dict(arguments)
     if own.get("position_bias") is not None:
@@ -92,7 +93,7 @@ def attend_over_heads(
         own["s_aux"] = sequence.part(own["s_aux"], 0)
     output, _ = attend(view, *exchanged, None, **own)
     by_head = output.transpose(1, 2)
-    by_token = cast(torch.Tensor, _Exchange.apply(by_head, sequence, False))
+    by_token = cast(torch.Tensor, Exchange.apply(by_head, sequence, False))
     return by_token.transpose(1, 2).contiguous(), None
 
 
@@ -119,7 +120,7 @@ def _with_own_heads(module: nn.Module, sequence: SequenceRank, groups: int) -> n
     return view
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """[1, heads, tokens / n, width] -> [1, heads / n, tokens, width] if `to_heads`, or back. The
     backward pass exchanges in the other direction."""
 
@@ -165,6 +166,11 @@ class AllTokens:
     def gathered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the parts of all ranks, along the dimension of the tokens."""
         return cast(torch.Tensor, _Gather.apply(tensor, dim, self.sequence))
+
+    @property
+    def count(self) -> int:
+        """Number of tokens of all ranks."""
+        return self.own_tokens * self.sequence.size
 
     def own(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part."""

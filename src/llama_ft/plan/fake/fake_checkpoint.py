@@ -111,7 +111,7 @@ def shared_headers(
 ) -> tuple[PretrainedConfig, Headers]:
     """Return a copy of the config of a request's model and the headers of its weights: see
     `read_headers`. They are read once for all requests of a search: without weights, the whole model is
-    built for its headers, which takes longer than a planned step.
+    built for its headers.
 
     Args:
         request: the run to plan.
