@@ -47,6 +47,9 @@ SLOW = [
     "experts, QLoRA",
     "images Qwen3-VL",
     "kernels of capability 8.9",
+    "2 ranks, full",
+    "2 ranks, LoRA with FSDP",
+    "2 ranks, shared sequences",
 ]
 CASES_PER_LAUNCH = 12
 # In fp32 the emulated GPU computes what the CPU does, to 7 digits; for pairs, whose losses are of
