@@ -6,8 +6,9 @@ A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, wi
 activation checkpointing, on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO and
 KTO: 60 runs of recipes/finetuning.py under torchrun, with 2 steps and a checkpoint each. Sequences
 are full, and all of their tokens are in the loss. 3 more runs are LoRA on the experts of a random
-Qwen3-MoE, 24 have samples with two images, of a random Qwen2.5-VL, and 4 are GRPO, whose model
-generates before each step.
+Qwen3-MoE, 24 have samples with two images, of a random Qwen2.5-VL, and 8 are GRPO, whose model
+generates before each step: with FSDP units that are freed after their forward pass, and with units
+that are kept unsharded for the length of an answer.
 
 The measured value is the peak of tensors on the rank with the highest memory, from the construction
 of the model to the
@@ -112,16 +113,19 @@ class Case:
         checkpointing: off or full.
         ranks: processes.
         length: tokens of a pack.
+        keeps_units: for the length of an answer.
     """
 
     method: str
     checkpointing: str
     ranks: int
     length: int
+    keeps_units: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.method}-{self.checkpointing}-{self.ranks}-{self.length}"
+        name = f"{self.method}-{self.checkpointing}-{self.ranks}-{self.length}"
+        return f"{name}-kept" if self.keeps_units else name
 
     def model(self, folder: Path) -> Path:
         """The model's folder."""
@@ -175,7 +179,12 @@ CASES = [
     for checkpointing in ("off", "full")
     for length in LENGTHS
 ] + [Case(method, "off", ranks, LENGTHS[-1]) for ranks in RANKS for method in PREFERENCES]
-CASES += [Case(method, "off", ranks, LENGTHS[-1]) for ranks in RANKS[:2] for method in GRPO]
+CASES += [
+    Case(method, "off", ranks, LENGTHS[-1], keeps_units)
+    for ranks in RANKS[:2]
+    for method in GRPO
+    for keeps_units in (False, True)
+]
 CASES += [Case(method, "off", ranks, LENGTHS[0]) for ranks in RANKS for method in EXPERTS]
 CASES += [
     Case(method, checkpointing, ranks, LENGTHS[-1])
@@ -305,7 +314,10 @@ def write_images(folder: Path, hidden: int, layers: int) -> None:
 def write_job(cases: list[Case], folder: Path, device: str, dump: bool = False) -> Path:
     """For plan_job.py: the cases of one launch, which have the same number of ranks."""
     library = str(compile_counter(folder)) if device == "cpu" else ""
-    runs = [{"name": case.name, "flags": case.flags(folder, device)} for case in cases]
+    runs = []
+    for case in cases:
+        flags = case.flags(folder, device)
+        runs.append({"name": case.name, "flags": flags, "keeps_units": case.keeps_units})
     job = folder / f"cases-{cases[0].ranks}.json"
     job.write_text(json.dumps({"device": device, "library": library, "dump": dump, "cases": runs}))
     return job
@@ -367,7 +379,8 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
             "cuda" if device == "cuda" else "cpu",
             media=PlannedImages(2, IMAGE_TOKENS) if case.method in IMAGES else None,
         )
-        plans[case] = planner.predict(request, finetuning.RECIPE)
+        plan = planner.predict(request, finetuning.RECIPE)
+        plans[case] = plan.with_kept_units() if case.keeps_units else plan
     return plans
 
 
@@ -428,6 +441,7 @@ def print_table(lines: list[Line], limit: float) -> None:
         "checkpointing",
         "ranks",
         "length",
+        "kept units",
         "predicted MiB",
         "measured MiB",
         "of rank 0",

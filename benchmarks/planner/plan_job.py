@@ -27,6 +27,7 @@ import torch
 
 from llama_ft import observe, training
 from llama_ft.config.reading.parse import as_keywords
+from llama_ft.models.sharding import kept_units
 from llama_ft.phases import Phase
 from llama_ft.plan import spare_memory
 
@@ -257,7 +258,7 @@ def compile_counter(folder: Path) -> Path:
 
 
 def main(cases_file: Path) -> None:
-    """Run the cases of a JSON file, [{"name", "flags"}], and write their peaks next to it, one file
+    """Run the cases of a JSON file, [{"name", "flags", "keeps_units"}], and write their peaks next to it, one file
     per case and rank."""
     spec = importlib.util.spec_from_file_location(
         "finetuning", REPOSITORY / "recipes" / "finetuning.py"
@@ -283,6 +284,8 @@ def main(cases_file: Path) -> None:
         if asked["dump"] and isinstance(phases.counter, HostBytes):
             phases.counter.tell(dump.listen)
         left = phases.counter.now()
+        # without a plan, the free memory decides
+        kept_units.SHARE_FOR_UNITS = 1.0 if case["keeps_units"] else 0.0
         finetuning.main(**as_keywords(case["flags"]))
         phases.note()
         found = {"peaks": phases.peaks, "left_bytes": left, "baseline_bytes": phases.baseline}

@@ -207,7 +207,11 @@ def test_scored_answers_are_planned_with_their_keys_and_values(
     [
         ("--sample_tokens 8", "evaluation"),
         pytest.param("--score exact", "evaluation", marks=pytest.mark.slow),
-        ("--objective grpo --reward r.py:f --max_completion_length 64", "generation"),
+        pytest.param(
+            "--objective grpo --reward r.py:f --max_completion_length 64",
+            "generation",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_units_that_are_kept_for_answers_are_planned(
@@ -232,9 +236,8 @@ def test_units_that_are_kept_for_answers_are_planned(
     assert with_units.reserved_bytes >= kept.bytes
 
 
-def test_without_answers_or_units_nothing_is_kept(plan: Plan, tmp_path: Path) -> None:
+def test_without_units_to_unshard_nothing_is_kept(plan: Plan, tmp_path: Path) -> None:
     model = write_llama(tmp_path / "model")
-    assert not plan(model, 2, *FLAGS).kept_peaks
     # One process uses weights as stored.
     assert not plan(model, 1, *FLAGS, "--precision", "fp32", "--sample_tokens", "8").kept_peaks
 
