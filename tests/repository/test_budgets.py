@@ -42,7 +42,7 @@ TOKENS = {
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
     "extensions/rollouts": 29_900,  # rounds, samplers, servers, also ahead, rewards, conversions, GRPO, its plan
     "extensions/scores": 2200,
-    "extensions/serving": 17_600,  # rules of edited adapters and probes, and of quantized bases
+    "extensions/serving": 17_700,  # rules of edited adapters and of quantized bases, probes that ranks share
     "extensions/store": 10_700,  # also what checkpoints share
     "inference": 8800,  # requests to servers and which weights they have, for rollouts, too
     "libraries": 2600,

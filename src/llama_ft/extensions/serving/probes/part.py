@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -59,7 +60,7 @@ class WriteProbes(Part):
         self._longest = min(TOKENS, limit - 1)  # one token follows each prompt
 
     def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
-        """Compute the log-probabilities of all probes, on all ranks, and write them."""
+        """Compute the log-probabilities of the probes, some on each rank, and write them."""
         built = run.built
         if how == "stopped" or built.has_score:
             return
@@ -71,22 +72,27 @@ class WriteProbes(Part):
         if run.ranks.sequence is not None:  # each rank computes whole prompts
             layout = dataclasses.replace(layout, pack_length=None)
         run.memory.enter("evaluation")
+        own = _own_groups(list(_groups(prompts, layout)), run.ranks)
         base: list[PromptScores] | None = None
         weaker: list[PromptScores] | None = None
         with evaluating(built.model), without_graphs(built.model):
-            tuned = score_prompts(built, prompts, layout, run.ranks)
+            tuned = score_prompts(built, own, layout, run.ranks)
             if can_turn_off(built):
                 with adapter_off(built.model):
-                    base = score_prompts(built, prompts, layout, run.ranks)
+                    base = score_prompts(built, own, layout, run.ranks)
                 with adapter_scaled(built.model, WEAKER):
-                    weaker = score_prompts(built, prompts, layout, run.ranks)
+                    weaker = score_prompts(built, own, layout, run.ranks)
+        own_prompts = list(itertools.chain.from_iterable(own))
+        own_probes = make_probes(self._tokenizer, own_prompts, tuned, base, weaker)
+        gathered = itertools.chain.from_iterable(run.ranks.gather(own_probes))
+        by_prompt = {tuple(probe.token_ids): probe for probe in gathered}
         if run.ranks.is_main:
             dtype = runtime.PRECISIONS[run.config.train.precision].compute
             probes = Probes(
                 is_adapter=built.adapter is not None,
                 dtype=str(dtype).removeprefix("torch."),
                 quantization=quantization_name(built.model) or None,
-                probes=make_probes(self._tokenizer, prompts, tuned, base, weaker),
+                probes=[by_prompt[tuple(ids)] for ids in prompts],
                 chat=self._chat(run),
             )
             probes.save(run.directory / "model" / PROBES_FILE)
@@ -176,19 +182,19 @@ class PromptScores(NamedTuple):
 
 @torch.no_grad()
 def score_prompts(
-    built: BuiltModel, prompts: Sequence[list[int]], layout: BatchLayout, ranks: Ranks
+    built: BuiltModel, groups: Sequence[list[list[int]]], layout: BatchLayout, ranks: Ranks
 ) -> list[PromptScores]:
-    """Return the log-probabilities of prompts. All ranks must call it together, with the same
-    prompts.
+    """Return the log-probabilities of prompts. All ranks must call it together, with equally many
+    groups.
 
     Args:
         built: the model in evaluation mode.
-        prompts: token ids.
-        layout: of the training batches. No batch here is larger.
+        groups: token ids of the prompts of each forward pass.
+        layout: of the training batches.
         ranks: the ranks.
     """
     scores = list[PromptScores]()
-    for group in _groups(prompts, layout):
+    for group in groups:
         lengths = [len(ids) for ids in group]
         keep = _KeepLast(list(itertools.accumulate(lengths)))
         batch = _batch(group, layout)
@@ -238,6 +244,14 @@ def _groups(prompts: Sequence[list[int]], layout: BatchLayout) -> Iterator[list[
         group.append(ids)
         filled += size
     yield group
+
+
+def _own_groups(groups: Sequence[list[list[int]]], ranks: Ranks) -> list[list[list[int]]]:
+    """Return the groups that this rank computes: equally many on each, since each forward pass gathers
+    weights of all ranks. Some are computed twice if they cannot be dealt evenly."""
+    each = math.ceil(len(groups) / ranks.world_size)
+    first = ranks.rank * each
+    return [groups[number % len(groups)] for number in range(first, first + each)]
 
 
 def _batch(group: Sequence[list[int]], layout: BatchLayout) -> Batch:
