@@ -51,11 +51,13 @@ class Case:
         ranks: processes.
         length: tokens of a sequence.
         settings: more flags.
+        keeps_units: for the length of an answer; these runs have none.
     """
 
     ranks: int
     length: int
     settings: str = "--enable_fsdp --activation_checkpointing off"
+    keeps_units: bool = False
 
     @property
     def name(self) -> str:
