@@ -83,6 +83,7 @@ def test_the_figure_has_every_step_and_evaluation_of_both_sides() -> None:
     assert len(circles) == 2 + 2 * 2  # two of them explain the others
 
 
+@pytest.mark.slow
 def test_the_recipes_batches_are_planned_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

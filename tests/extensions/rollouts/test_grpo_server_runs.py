@@ -145,7 +145,8 @@ def test_with_staleness_each_round_of_two_steps_is_sampled_before_the_previous_o
     assert clipped[::2] == [0] * 4  # the ratio is to the weights before the first step on a round
 
 
-@pytest.mark.parametrize("whole", [pytest.param("stale", marks=pytest.mark.slow), "stale-twice"])
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", ["stale", "stale-twice"])
 def test_with_staleness_a_killed_run_has_the_weights_of_its_next_round(
     job: ServedJob, whole: str
 ) -> None:
@@ -180,6 +181,7 @@ def test_without_the_weights_of_its_next_round_a_run_does_not_resume(job: Served
     assert "Traceback" not in resumed.output
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_server_answers_keeps_its_answers(job: ServedJob, tmp_path: Path) -> None:
     """It arrives when the server has answered four requests of round 3: one prompt has its three
     answers."""
