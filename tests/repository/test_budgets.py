@@ -40,10 +40,12 @@ TOKENS = {
     "extensions/images": 13_400,  # what towers need to know of images, computed on the host
     "extensions/kubeflow": 850,
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
-    "extensions/rollouts": 29_900,  # rounds, samplers, servers, also ahead, rewards, conversions, GRPO, its plan
+    # rounds, samplers, servers, also ahead, rewards, conversions, GRPO, its plan; signals while servers
+    # are probed or rewards computed, micro-batches by tokens
+    "extensions/rollouts": 30_300,
     "extensions/scores": 2200,
     "extensions/serving": 17_700,  # rules of edited adapters and of quantized bases, probes that ranks share
-    "extensions/store": 10_700,  # also what checkpoints share
+    "extensions/store": 11_000,  # also what checkpoints share, of which only what has changed is looked at
     "inference": 8800,  # requests to servers and which weights they have, for rollouts, too
     "libraries": 2600,
     # heads of gated delta nets that ranks share; before: experts without torch's kernel, kernels in

@@ -42,7 +42,7 @@ from llama_ft.extensions.store.object_store import (
     with_retries,
 )
 from llama_ft.extensions.store.owner import Takeover, check_owner, take_over
-from llama_ft.extensions.store.shared_files import SharedFiles
+from llama_ft.extensions.store.shared_files import SharedFiles, check_sizes
 from llama_ft.models.base.torch_2_11 import IS_TORCH_2_11
 from llama_ft.runtime import Ranks, log
 
@@ -345,15 +345,12 @@ class Uploads:
         self._check_owner()
         folder = commit_name(step).removesuffix(COMMIT_FILE)
 
-        def check_sizes() -> None:
-            sizes = self.store.sizes(folder)
-            for top in {name.partition("/")[0] for name in shared}:
-                sizes |= self.store.sizes(top)
-            for name, file in {**{folder + key: files[key] for key in files}, **shared}.items():
-                if sizes.get(name) != file.bytes:
-                    raise RuntimeError(f"{name} is incomplete in the store")
+        def check() -> None:
+            own = {folder + name: file for name, file in files.items()}
+            check_sizes(own, self.store.sizes(folder))
+            self._shared.check_sizes(shared)
 
-        with_retries(check_sizes, self._given_up)
+        with_retries(check, self._given_up)
         trainer = step_folder(self._directory, step) / reader.TRAINER_FILE
         record = json.loads(trainer.read_text())
         commit = Commit(step, record["asked"], record["best_loss"], files, shared)
