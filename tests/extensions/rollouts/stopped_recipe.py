@@ -1,5 +1,5 @@
-"""recipes/finetuning.py, stopped by SIGTERM while it generates a batch of answers: that with the number
-STOPPED_IN_BATCH, counted from 1. At its end it prints how many it has generated."""
+"""recipes/finetuning.py, whose rank STOPPED_RANK (0) gets SIGTERM while it generates a batch of answers:
+that with the number STOPPED_IN_BATCH, counted from 1. At its end it prints how many it has generated."""
 
 import os
 import signal
@@ -21,7 +21,8 @@ batches = list[OwnSampler]()
 
 def stopped(sampler: OwnSampler, *arguments: Any) -> Any:
     batches.append(sampler)
-    if os.environ.get("STOPPED_IN_BATCH") == str(len(batches)):
+    is_stopped = os.environ.get("RANK", "0") == os.environ.get("STOPPED_RANK", "0")
+    if is_stopped and os.environ.get("STOPPED_IN_BATCH") == str(len(batches)):
         os.kill(os.getpid(), signal.SIGTERM)
         # a thread reads the signal, at some time
         sampler._ranks.signals.end_requested.wait(WAIT_SECONDS)

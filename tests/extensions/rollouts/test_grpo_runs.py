@@ -18,13 +18,19 @@ from transformers import AutoModelForCausalLM
 from llama_ft.extensions.rollouts.rounds import Answer, Round, folder_of, read_round
 
 REWARD = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 
 def score(prompt, answer, sample):
     folder = os.environ.get("KILLED_IN")
     if folder and Path(folder, "rollouts", "unscored-000004").exists():
+        while not Path(os.environ.get("KILLED_AFTER", folder)).exists():
+            time.sleep(0.05)
         os.kill(os.getppid(), signal.SIGKILL)
+    folder = os.environ.get("STOPPED_IN")
+    if folder and Path(folder, "rollouts", "unscored-000002").exists():
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.pause()
     if sample["id"] == 3:
         return {"letters": 0.5, "short": 0.0}
     if len(answer) % 4 == 3:
@@ -67,6 +73,10 @@ WHOLE = {
     "max_train_step": 13,
     "generate_batch_size": 5,  # three batches per round
 }
+TWO_ROUNDS = {**WHOLE, "max_train_step": 2 * UPDATES}
+# how two ranks have the weights -> flags, and the batch of rank 1 that is the last but one of round 2:
+# ranks that share the weights generate equally often
+RANKED = {"sharded": ({"enable_fsdp": "true"}, 4), "copies": ({"enable_fsdp": "false"}, 2)}
 STOPPED_RECIPE = Path(__file__).with_name("stopped_recipe.py")
 
 
@@ -147,6 +157,8 @@ def of_two_ranks(job: Job) -> Job:
     held_out = {"validation": job.folder / "held_out.jsonl", "num_generations_eval": 2}
     reward = f"{job.folder}/reward.py:number"
     cases.append(job.flags("held_out-ranks", reward=reward, max_train_step=1, **held_out))
+    for name, (settings, _) in RANKED.items():
+        cases.append(job.flags(f"{name}-whole", **TWO_ROUNDS, **settings))
     run_cases(job.folder, cases, ranks=2)
     return job
 
@@ -370,6 +382,32 @@ def test_a_signal_ends_the_generation_of_a_round_and_keeps_its_answers(job: Job)
     assert resumed.exit_code == 0, resumed.output
     assert "batches 11" in resumed.output  # four rounds of three, without the first one
     assert job.content("signalled") == job.content("whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", RANKED)
+def test_a_signal_to_one_of_two_ranks_ends_generation_and_a_reward_that_hangs(
+    of_two_ranks: Job, weights: str
+) -> None:
+    """Rank 1 gets SIGTERM while it generates for round 2. The resumed run's rank 0 gets it while a
+    reward is computed, which would take an hour."""
+    job = of_two_ranks
+    name = f"{weights}-signalled"
+    folder = job.folder / name
+    settings, batch = RANKED[weights]
+    flags = job.flags(name, **TWO_ROUNDS, **settings, resume="auto", reward_timeout=3600)
+    in_batch = {"STOPPED_RANK": "1", "STOPPED_IN_BATCH": str(batch)}
+    generating = forked(STOPPED_RECIPE, *flags, ranks=2, **in_batch)
+    assert generating.exit_code == 143, generating.output
+    assert "round 2: the answers to 2 prompts are kept" in generating.output
+    scoring = forked(RECIPE, *flags, ranks=2, STOPPED_IN=str(folder))
+    assert scoring.exit_code == 143, scoring.output
+    assert "stopped by SIGTERM after step 3. To resume" in scoring.output
+    names = sorted(path.name for path in (folder / "rollouts").iterdir())
+    assert names == ["000001", "unscored-000002"]
+    resumed = forked(RECIPE, *flags, ranks=2)
+    assert resumed.exit_code == 0, resumed.output
+    assert job.content(name) == job.content(f"{weights}-whole")
 
 
 def test_a_run_resumes_in_the_middle_of_a_round_on_an_empty_disk(job: Job) -> None:

@@ -3,7 +3,7 @@
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,17 +182,36 @@ def test_without_the_weights_of_its_next_round_a_run_does_not_resume(job: Served
 
 
 @pytest.mark.slow
-def test_a_signal_while_a_server_answers_keeps_its_answers(job: ServedJob, tmp_path: Path) -> None:
-    """It arrives when the server has answered four requests of round 3: one prompt has its three
-    answers."""
+def test_with_staleness_a_killed_run_resumes_on_an_empty_disk(job: ServedJob) -> None:
+    """It is killed while the answers of round 4 are scored, when the checkpoint of step 3 is in the
+    store with their weights, those before round 3."""
+    folder = job.folder / "stored"
+    store = job.folder / "store"
+    settings = {**STALE["stale"], "resume": "auto", "save_to": f"file://{store}"}
+    flags = job.flags("stored", **settings, reward_timeout=240)
+    after = str(store / "checkpoints/step-000003/commit.json")
+    killed = forked(RECIPE, *flags, KILLED_IN=str(folder), KILLED_AFTER=after)
+    assert killed.exit_code != 0
+    [policy] = (store / "rollouts").glob("policy-*")
+    assert policy.name.startswith("policy-000004-")
+    shutil.rmtree(folder)
+    resumed = forked(RECIPE, *flags)
+    assert resumed.exit_code == 0, resumed.output
+    assert "Fetching step-000003" in resumed.output
+    assert job.content("stored") == job.content("stale")
+
+
+def signalled(
+    job: ServedJob, output: Path, flags: list[str], is_chosen: Callable[[dict[str, Any]], bool]
+) -> str:
+    """Send SIGTERM to a run when the first server gets a chosen request, which has no answer until the
+    run has ended. Return what it prints."""
     server = job.servers[0]
-    flags = job.flags("signalled", server_requests=1, resume="auto")
-    running = start_forked(RECIPE, *flags, output=tmp_path / "output")
-    fifth = flat(job.round("whole", 3))[4].seed
+    running = start_forked(RECIPE, *flags, output=output)
     is_over = threading.Event()
 
     def stop(request: dict[str, Any]) -> None:
-        if request["seed"] == fifth and not is_over.is_set():
+        if is_chosen(request) and not is_over.is_set():
             running.send(signal.SIGTERM)
             is_over.wait(60)
 
@@ -202,14 +221,29 @@ def test_a_signal_while_a_server_answers_keeps_its_answers(job: ServedJob, tmp_p
     finally:
         is_over.set()
         server.before_answer = lambda request: None
-    output = (tmp_path / "output").read_text()
-    assert exit_code == 143, output
-    assert "round 3: the answers to 1 prompt are kept" in output
-    assert "stopped by SIGTERM after step 2. To resume" in output
+    assert exit_code == 143, output.read_text()
+    return output.read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_while_a_server_answers_keeps_its_answers(job: ServedJob, tmp_path: Path) -> None:
+    """It arrives when the server has answered four requests of round 3: one prompt has its three
+    answers. The resumed run gets one while it probes the server."""
+    flags = job.flags("signalled", server_requests=1, resume="auto")
+    seeds = [answer.seed for answer in flat(job.round("whole", 3))]
+    answering = signalled(
+        job, tmp_path / "answering", flags, lambda request: request["seed"] == seeds[4]
+    )
+    assert "round 3: the answers to 1 prompt are kept" in answering
+    assert "stopped by SIGTERM after step 2. To resume" in answering
+    probing = signalled(
+        job, tmp_path / "probing", flags, lambda request: "canary" in request["model"]
+    )
+    assert "stopped by SIGTERM after step 2. To resume" in probing
+    server = job.servers[0]
     server.requests.clear()
     resumed = forked(RECIPE, *flags)
     assert resumed.exit_code == 0, resumed.output
-    seeds = [answer.seed for answer in flat(job.round("whole", 3))]
     asked = {request["seed"] for request in server.requests}
     assert [seed in asked for seed in seeds] == [False] * 3 + [True] * 6
     assert job.content("signalled") == job.content("whole")

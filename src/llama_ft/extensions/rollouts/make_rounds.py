@@ -1,13 +1,14 @@
 """Make a round: the model or servers answer its prompts, rewards score the answers, and it is
 written."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llama_ft.errors import UserError, plural
+from llama_ft.extensions.rollouts.hand_over.background import on_rank0
 from llama_ft.extensions.rollouts.rewards.pool import RewardPool, Scored
 from llama_ft.extensions.rollouts.rounds import (
     Answer,
@@ -68,11 +69,16 @@ class RoundMaker:
                 write_unscored(self.output_dir, rollouts)
         else:
             log.info(f"round {facts.step}: its answers are on disk, and are only scored")
-        if not self.ranks.is_main:
-            return None
-        rollouts = score(rollouts, self.pool, self.is_quiet)
-        write_round(self.output_dir, rollouts)
-        return rollouts
+        whole = rollouts
+
+        def finish(look: Callable[[], None]) -> bool:
+            nonlocal whole
+            whole = score(whole, self.pool, self.is_quiet, look)
+            write_round(self.output_dir, whole)
+            return True
+
+        on_rank0(self.ranks, finish)
+        return whole if self.ranks.is_main else None
 
 
 @contextmanager
@@ -90,8 +96,14 @@ def kept_if_stopped(
         raise
 
 
-def score(rollouts: Round, pool: RewardPool | None, is_quiet: bool = False) -> Round:
-    """Return a round with the rewards of its answers. `is_quiet`: see `RoundMaker`.
+def score(
+    rollouts: Round,
+    pool: RewardPool | None,
+    is_quiet: bool = False,
+    look: Callable[[], None] = lambda: None,
+) -> Round:
+    """Return a round with the rewards of its answers. `is_quiet`: see `RoundMaker`. `look`: see
+    `RewardPool.score`.
 
     Raises:
         UserError: no answer has a reward.
@@ -101,7 +113,7 @@ def score(rollouts: Round, pool: RewardPool | None, is_quiet: bool = False) -> R
     calls = []
     for prompt, answers in zip(rollouts.prompts, rollouts.answers, strict=True):
         calls += [(prompt.text, answer.text, prompt.sample) for answer in answers]
-    scored = pool.score(calls)
+    scored = pool.score(calls, look)
     count = rollouts.facts.num_generations
     is_complete = not any(one.failures for one in scored)
     log_line = log.debug if is_quiet and is_complete else log.info

@@ -1,7 +1,7 @@
 """Rewards of answers to held-out prompts: what --validation measures with --objective grpo."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from llama_ft.config import Config
 from llama_ft.config.rules import as_fraction
@@ -45,9 +45,13 @@ def _most(config: Config) -> int:
 
 
 def reward_sums(
-    pool: RewardPool, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]]
+    pool: RewardPool,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Answer]],
+    look: Callable[[], None],
 ) -> LossSums:
-    """Score answers, and return the sums of their rewards. The loss is minus the reward.
+    """Score answers, and return the sums of their rewards. The loss is minus the reward. `look`: see
+    `RewardPool.score`.
 
     Raises:
         UserError: no answer has a reward.
@@ -55,7 +59,7 @@ def reward_sums(
     calls = []
     for prompt, group in zip(prompts, answers, strict=True):
         calls += [(prompt.text, answer.text, prompt.sample) for answer in group]
-    scored = pool.score(calls)
+    scored = pool.score(calls, look)
     with_reward = [one for one in scored if one.total is not None]
     if not with_reward:
         raise UserError(

@@ -10,7 +10,7 @@ killed.
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -32,6 +32,7 @@ from llama_ft.extensions.rollouts.grpo.old_logprobs import OldLogprobs
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.extensions.rollouts.grpo.shown_answers import keep_for_report, kept_for_report
 from llama_ft.extensions.rollouts.hand_over.adapter_rules import find_problems
+from llama_ft.extensions.rollouts.hand_over.background import on_rank0
 from llama_ft.extensions.rollouts.hand_over.policy_servers import (
     PolicySampler,
     PolicyServers,
@@ -248,11 +249,11 @@ class TrainingRounds(Part):
         with self._generating(built) as opened:
             answers = self._own_sampler(opened, sampling).sample(prompts, STEP)
 
-        def score() -> LossSums:
+        def score(look: Callable[[], None]) -> LossSums:
             assert self._pool is not None
-            return reward_sums(self._pool, prompts, answers)
+            return reward_sums(self._pool, prompts, answers, look)
 
-        return self._ranks.broadcast_from_rank0(score)
+        return on_rank0(self._ranks, score)
 
     def numbers(self, run: TrainingRun) -> dict[str, float]:
         """Return the sums over this rank's importance weights."""

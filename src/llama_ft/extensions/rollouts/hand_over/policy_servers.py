@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,7 +144,6 @@ class PolicyServers:
             self._is_proven = True
         checksum = facts.policy["checksum"]
         published = self._load(scorer.built, f"{facts.step:06}", checksum)
-        self._current = published
         self._is_comparable = True
         self._check_version(scorer, sampling)
         self._delete_others(published)
@@ -160,8 +159,8 @@ class PolicyServers:
         if not self._is_proven:
             self._prove(scorer, sampling, published.checksum)
             self._is_proven = True
-        self._ranks.broadcast_from_rank0(partial(self._send, published))
         self._current = published
+        self._wait_for(partial(self._send, published))
         self._is_comparable = False
         self._delete_others(published)
 
@@ -206,6 +205,11 @@ class PolicyServers:
             again = partial(self._ask, sampling, prompts, step, begun)
             answers = self._result_of(BackgroundTask(self._ranks, again), begun)
         return answers
+
+    def _wait_for(self, ask: Callable[[], T]) -> T:
+        """Return what a function returns that asks servers, on rank 0. Raises Stopped at a signal,
+        which does not wait for the servers."""
+        return BackgroundTask(self._ranks, ask).result()
 
     def _result_of(self, task: BackgroundTask[T], begun: Sequence[list[Answer]]) -> T:
         """Return what a task of `_ask` returns. `begun`: the answers that it was given."""
@@ -271,7 +275,8 @@ class PolicyServers:
             (aside / POLICY_FILE).write_text(content + "\n")
 
         export_policy(built, folder, self._ranks, finish)
-        self._ranks.broadcast_from_rank0(partial(self._send, published))
+        self._current = published  # also if a signal comes: `close` deletes it
+        self._wait_for(partial(self._send, published))
         return published
 
     def _send(self, published: Published) -> None:
@@ -283,7 +288,7 @@ class PolicyServers:
         log.warning(
             f"--server: {self._current.name} is gone: a server was restarted, or has unloaded it. It is loaded again."
         )
-        self._ranks.broadcast_from_rank0(partial(self._send, self._current))
+        self._wait_for(partial(self._send, self._current))
         if self._is_comparable:
             self._check_version(scorer, sampling)
 
@@ -331,7 +336,7 @@ class PolicyServers:
         """Let each server answer the same prompts, and return its log-probabilities next to those of
         the trainer."""
         ask = partial(self._ask_probes, sampling, published)
-        answers: dict[str, list[ProbeAnswer]] = self._ranks.broadcast_from_rank0(ask)
+        answers = self._wait_for(ask)
         with without_graphs(scorer.built.model):
             return {url: compare(scorer, answered) for url, answered in answers.items()}
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -265,12 +265,18 @@ class RewardPool:
         while self._workers:
             self._workers.pop().close()
 
-    def score(self, answers: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Scored]:
+    def score(
+        self,
+        answers: Sequence[tuple[str, str, Mapping[str, Any]]],
+        look: Callable[[], None] = lambda: None,
+    ) -> list[Scored]:
         """Call all functions with all answers.
 
         Args:
             answers: prompt, answer and sample of each. Functions get the sample as JSON: values of
                 other types become text.
+            look: called several times per second meanwhile. After an error of it the pool can only
+                be closed.
 
         Returns:
             The rewards, in the order of the answers. All have the same names.
@@ -291,6 +297,7 @@ class RewardPool:
                 worker.begin(call, answers[call.answer], self._flags.reward_timeout)
             busy = [worker for worker in self._workers if worker.call is not None]
             wait([worker.connection for worker in busy], timeout=SECONDS_BETWEEN_LOOKS)
+            look()
             for worker in busy:
                 result = worker.result(self._names)
                 if result is None or worker.call is None:
