@@ -3,6 +3,9 @@
 round        prompt 0: answers 0 1 2 | prompt 1: answers 0 1 2      one without a reward is left out
 2 ranks,     rank 0: [0.2 1.1] [0.0]     the answers of a step are shared as the samples of a
 2 answers    rank 1: [1.0 0.1] [1.2]     global batch are, so all ranks have equally many micro-batches
+
+Short answers make larger micro-batches, of as many tokens as the longest ones: neighbors in this order
+have nearly equal lengths, so little of a micro-batch is padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -134,13 +137,11 @@ def make_step(
         rollouts: the round.
         old: see `AnswerNumbers.old_logprobs`; location -> those of an answer.
     """
-    longest_first = sorted(
-        chosen.items, key=lambda item: -item.length
-    )  # stable: equal on all ranks
-    together = layout.micro_batch * layout.data_size
+    # stable: equal on all ranks
+    longest_first = sorted(chosen.items, key=lambda item: -item.length)
     batches = list[Batch]()
-    for start in range(0, max(1, len(longest_first)), together):
-        own = longest_first[start : start + together][layout.data_rank :: layout.data_size]
+    for together in _micro_batches(longest_first, layout) or [[]]:
+        own = together[layout.data_rank :: layout.data_size]
         batches.append(_collate(own, layout, rollouts.prompts[0], old))
     tokens = sum(len(item.answer.token_ids) for item in chosen.items)
     return RoundStep(
@@ -153,6 +154,32 @@ def make_step(
         },
         metrics=metrics_of(rollouts, chosen),
     )
+
+
+def _micro_batches(
+    longest_first: list[_TrainedAnswer], layout: BatchLayout
+) -> list[list[_TrainedAnswer]]:
+    """Return the answers of each micro-batch, those of all ranks together. A rank has at most as many
+    tokens with padding, and as many in the loss, as `layout.micro_batch` of the longest answers."""
+    size = layout.data_size
+    longest_answer = max((len(item.answer.token_ids) for item in longest_first), default=0)
+    groups = list[list[_TrainedAnswer]]()
+    longest = 0  # tokens in the loss of an answer of the last group
+    for start in range(0, len(longest_first), size):
+        next_ones = longest_first[start : start + size]  # one for each rank
+        in_loss = max(len(item.answer.token_ids) for item in next_ones)
+        if groups:
+            count = len(groups[-1]) // size + 1
+            tokens = count * groups[-1][0].length
+            targets = count * max(longest, in_loss)
+            most = layout.micro_batch
+            if tokens <= most * longest_first[0].length and targets <= most * longest_answer:
+                groups[-1] += next_ones
+                longest = max(longest, in_loss)
+                continue
+        groups.append(next_ones)
+        longest = in_loss
+    return groups
 
 
 def _collate(
