@@ -50,6 +50,7 @@ from transformers import (
 from benchmarks.planner.plan_job import compile_counter
 from benchmarks.shared.text_files import print_columns, write_json_lines
 from benchmarks.shared.torchrun_command import torchrun_command
+from llama_ft import training
 from llama_ft.config import load
 from llama_ft.extensions.images.planned_images import PlannedImages
 from llama_ft.plan import predict as planner
@@ -372,7 +373,7 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
         words = case.flags(folder, device)
         config, _ = load(words, finetuning.DEMO_CONFIG)
         request = PlanRequest(
-            config,
+            training.resolve_format(config),
             case.model(folder),
             case.ranks,
             case.ranks,

@@ -250,6 +250,12 @@ def test_generated_answers_are_planned_with_their_keys_and_values(
     flags = ("--objective", "grpo", "--reward", "reward.py:score", "--max_completion_length", "96")
     flags += ("--precision", "fp32")
     few, many = (plan(model, 1, *FLAGS, *flags, "--generate_batch_size", n) for n in ("16", "48"))
+    # held-out prompts may need larger batches than those of a step
+    settings = ("--prompts_per_step", "1", "--validation", "0.1", "--generate_batch_size", "48")
+    validated = plan(model, 1, *FLAGS, *flags, *settings)
+    assert held(validated, "generation") == held(many, "generation")
+    assert all(peak.phase != "evaluation" for peak in validated.peaks)
+
     cache = 2 * LAYERS * KEY_VALUE_HEADS * HEAD * LENGTH * 4
     peaks = [sum(held(one, "generation").values()) for one in (few, many)]
     per_answer = (peaks[1] - peaks[0]) / 32

@@ -317,7 +317,7 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
     losses = outcome.losses  # they exist during an evaluation
     del outcome
     tracker.assign(states_of(optimizer), "optimizer state")
-    if validation is not None:
+    if validation is not None and steps is None:  # else answers are scored
         _validate(built, objective, validation, tracker, ranks)
     del losses
     plan_answers(config.train, validation is not None, longest, built, tracker)

@@ -52,7 +52,9 @@ CATEGORY_OF_PHASE: dict[Phase, MemoryCategory] = {
 # keeps it.
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 CUBLAS_BYTES = 32 * 2**20
-SMALLEST_MASK = 2**20  # elements; smaller ones are not counted
+SMALLEST_MASK = 2**20  # elements; smaller ones are computed with values
+# [samples, heads, queries, keys]; nothing else that is computed with values has so many
+MASK_DIMENSIONS = 4
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 EQUALS = torch.ops.aten.eq.Scalar
@@ -130,7 +132,10 @@ class MemoryTracker(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
         if self._phase is None or _computes_for_real(func, args, kwargs):
             with unset_fake_temporarily():
-                return func(*args, **kwargs)
+                real = func(*args, **kwargs)
+            if isinstance(real, torch.Tensor) and real.ndim == MASK_DIMENSIONS:
+                self.count_storage(real.untyped_storage())
+            return real
         if func is EQUALS and isinstance(args[0], FakeTensor) and args[0].is_floating_point():
             # Idefics 3 looks for images that are padding, and reads their number: none is
             self.count_workspace(args[0].numel())

@@ -30,11 +30,16 @@ def generate_for_plan(
     answer = min(settings.max_completion_length, longest - 1)
     prompt = longest - answer
     count = answers_at_once(settings)
-    ids = torch.zeros(count, prompt, dtype=torch.int64)
-    mask = torch.ones(count, longest, dtype=torch.int64)
-    if count > 1 and prompt > 1:
-        mask[-1, 0] = 0  # prompts of different lengths need a mask for each layer
-    choose = ChooseTokens([0] * count, 1, _sampling(settings), ids)
+    largest = count
+    if config.train.run_validation and config.data.validation is not None:
+        largest = settings.generate_batch_size  # there may be more held-out prompts
+    ids = torch.zeros(largest, prompt, dtype=torch.int64)
+    first_tokens = [0] * largest
+    if largest > 1 and prompt > 1:
+        first_tokens[-1] = 1  # prompts of different lengths need a mask for each layer
+    # of positions, so with values, as that of a batch: a mask that may be full is left out
+    mask = (torch.arange(longest) >= torch.tensor(first_tokens).unsqueeze(1)).long()
+    choose = ChooseTokens([0] * largest, 1, _sampling(settings), ids)
     model.eval()
     cache = _next_tokens(model, choose, ids, mask[:, :prompt], None)
     _fill(cache, answer - 1)  # its last token is not stored before it is read
@@ -45,7 +50,7 @@ def generate_for_plan(
     batches = -(-answers // (count * ranks))
     weights = sum(parameter.numel() for parameter in model.parameters())
     weight_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
-    mean_cache_bytes = _bytes_of(cache) * (prompt + answer / 2) / longest
+    mean_cache_bytes = _bytes_of(cache) * (count / largest) * (prompt + answer / 2) / longest
     return PlannedGeneration(
         generated_tokens=answers * answer,
         generation_flops=2 * weights * batches * count * prompt,
