@@ -10,8 +10,11 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import Config
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.extensions.rollouts.sampling import ChooseTokens, Sampling
+from llama_ft.libraries.evidence import parameters_of
 from llama_ft.plan.types import PlannedGeneration
 from llama_ft.training import free_unsharded
+
+POSITIONS = "position_ids"
 
 
 @torch.no_grad()
@@ -72,6 +75,9 @@ def _next_tokens(
 ) -> Any:
     """Choose a token of each answer, as `generate` does, and return the cache."""
     arguments = {"attention_mask": mask, "past_key_values": cache}
+    if POSITIONS in parameters_of(type(model).forward):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        arguments[POSITIONS] = positions[:, -ids.shape[1] :]
     output = model(input_ids=ids, **arguments, use_cache=True, logits_to_keep=1)
     logits = output.logits[:, -1, :].to(copy=True, dtype=torch.float32)
     choose(torch.zeros(len(ids), choose.width, dtype=torch.int64), logits)  # type: ignore[arg-type]
