@@ -57,8 +57,8 @@ TOKENS = {
     # unsharded for answers; changes as a run starts with them
     "plan": 25_400,
     "run": 9300,
-    "runtime": 12_800,
-    "training": 27_100,  # what objectives say of generation and of held-out prompts
+    "runtime": 12_900,  # ranks that only wait for answers, an end without taking modules apart
+    "training": 27_200,  # what objectives say of generation and of held-out prompts, answers by one rank
 }
 # The files of the core that name images in their code. Others know media and towers, and leave the
 # rest to the extension: see data/media.py.

@@ -227,16 +227,19 @@ class Ranks:
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
-    def check_stop(self) -> None:
+    def check_stop(self, works: bool = True) -> bool:
         """Abandon an evaluation if a signal has asked any rank to stop. --stop_after waits for its
-        end. All ranks must call it together; it does not wait for the device.
+        end. All ranks must call it together; it does not wait for the device. Return whether any rank
+        works: one that only waits for others calls it again until none does.
 
         Raises:
             Stopped: on all ranks.
         """
-        stop = self.signals.agreed(self.all_gather_floats(self.signals.request()))
+        numbers = self.all_gather_floats(self.signals.request(), works)
+        stop = self.signals.agreed(numbers[:, 0])
         if stop is not None and stop.exit_code != 0:
             raise Stopped(stop)
+        return bool(numbers[:, 1].any())
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean over all ranks, without gradient, on the value's device. All ranks must

@@ -17,6 +17,7 @@ from llama_ft.models import BuiltModel, without_graphs
 from llama_ft.models.packing.rope import longrope_lengths
 from llama_ft.models.quantization.layers import QuantizedLinear
 from llama_ft.models.sharding.fsdp import free_unsharded
+from llama_ft.models.sharding.kept_units import units_kept_if_they_fit
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.objectives.base import ModelCall, model_call
 
@@ -59,16 +60,26 @@ def check_packing(
         UserError: logits differ by more than rounding, even if each layer computes sample by
             sample; packed samples cannot be computed; or logits are not finite, or all equal.
     """
-    device = ranks.device
+    compared: ComparedSamples = _TextSamples(built, samples, longest, ranks.device)
+    if media is not None:
+        compared = media.samples_to_compare(built, samples, ranks.device)
+    built.model.eval()
+    with units_kept_if_they_fit(built, ranks):  # it calls the model five times or more
+        has_chunked_loss = _compare(built, compared, dtype, ranks.device)
+    free_unsharded(built.model)
+    built.model.train()
+    return has_chunked_loss
+
+
+def _compare(
+    built: BuiltModel, compared: "ComparedSamples", dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Compare these samples as described in `check_packing`, with a model in evaluation mode."""
     model = built.model
     mixers = built.mixers
     assert mixers is not None
-    compared: ComparedSamples = _TextSamples(built, samples, longest, device)
-    if media is not None:
-        compared = media.samples_to_compare(built, samples, device)
     packed_batch = compared.packed()
     positions = _in_sequence(compared.segments, compared.lengths)
-    model.eval()
     for mixer in mixers.with_kernels:
         # Mamba has other kernels for training; dropout is in a child and stays off
         mixer.training = True
@@ -96,10 +107,7 @@ def check_packing(
         if not mixers.run_more_per_sample():
             raise call.own.unsupported(problem)
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
-    has_chunked_loss = _has_exact_chunked_loss(built, call, packed_batch, positions, packed)
-    free_unsharded(model)
-    model.train()
-    return has_chunked_loss
+    return _has_exact_chunked_loss(built, call, packed_batch, positions, packed)
 
 
 class ComparedSamples(Protocol):

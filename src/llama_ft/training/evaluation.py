@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,10 @@ from llama_ft.data.tokenize.prompt_tokens import (
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel
 from llama_ft.models.sharding.fsdp import free_unsharded
-from llama_ft.models.sharding.kept_units import units_kept_if_they_fit
+from llama_ft.models.sharding.kept_units import (
+    all_unsharded_if_they_fit,
+    units_kept_if_they_fit,
+)
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.objectives.base import Objective, logged_means
 
@@ -358,7 +362,7 @@ def answer_prompts(
     model.generation_config = config
     longest = longest_answer(model, prompts, new_tokens)
     try:
-        texts = generate_batch(built, tokenizer, prompts, longest, layout, ranks)
+        texts = _same_answers(built, tokenizer, prompts, longest, layout, ranks)
     finally:
         model.generation_config = before
     answers = []
@@ -433,35 +437,78 @@ def generate_batch(
     Raises:
         Stopped: a signal has asked to stop; the answers are abandoned.
     """
-    model = built.model
-    arguments = prompt_arguments(model, prompts, layout.media, model.device)
+    with evaluating(built.model), units_kept_if_they_fit(built, ranks):
+        # ranks whose answers have ended must join the all-gathers of weights
+        is_synced = ranks.world_size > 1
+        answers = _generate(built.model, prompts, new_tokens, layout.media, ranks, is_synced)
+    return _texts(answers, tokenizer, built.model)
+
+
+def _same_answers(
+    built: BuiltModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    new_tokens: int,
+    layout: BatchLayout,
+    ranks: Ranks,
+) -> list[str]:
+    """Return the same as `generate_batch` for prompts that are the same on all ranks. Rank 0 generates
+    the answers, and the others wait, if all units can be unsharded for so long."""
+    answers = list[list[int]]()
+    with evaluating(built.model), all_unsharded_if_they_fit(built, ranks) as are_unsharded:
+        if not are_unsharded:
+            return generate_batch(built, tokenizer, prompts, new_tokens, layout, ranks)
+        if ranks.is_main:
+            answers = _generate(built.model, prompts, new_tokens, layout.media, ranks, False)
+        while ranks.check_stop(works=False):
+            pass  # one call per token of rank 0
+    return ranks.broadcast_from_rank0(lambda: _texts(answers, tokenizer, built.model))
+
+
+def _generate(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    new_tokens: int,
+    media: Media | None,
+    ranks: Ranks,
+    is_synced: bool,
+) -> list[list[int]]:
+    """Return the tokens of answers to prompts, which may go on after their ends. `is_synced`: all ranks
+    call it, and generate until the longest answer of all has ended."""
+    arguments = prompt_arguments(model, prompts, media, model.device)
     width = arguments["input_ids"].shape[1]
-    # All ranks call the model equally often, also those whose answers have ended. `prepend`: before
-    # FSDP's own hook, which starts to gather weights.
-    check = model.register_forward_pre_hook(lambda *_: ranks.check_stop(), prepend=True)
+    # All ranks call it equally often. `prepend`: before FSDP's own hook, which starts to gather weights.
+    check = model.register_forward_pre_hook(partial(_check_stop, ranks), prepend=True)
     try:
-        with (
-            evaluating(model),
-            units_kept_if_they_fit(built, ranks),
-            towers_in_root(model, layout.media),
-        ):
+        with towers_in_root(model, media):
             tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
                 **arguments,
                 max_new_tokens=new_tokens,
                 use_cache=True,
-                # ranks whose answers have ended must join the all-gathers of weights
-                synced_gpus=ranks.world_size > 1,
+                synced_gpus=is_synced,
             )
     finally:
         check.remove()
-    answers = []
+    answers: list[list[int]] = tokens[: len(prompts), width:].tolist()
+    return answers
+
+
+def _check_stop(ranks: Ranks, *_: Any) -> None:
+    ranks.check_stop()
+
+
+def _texts(
+    answers: list[list[int]], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> list[str]:
+    """Return the texts of answers up to their ends."""
+    texts = []
     ends = set[int](model.generation_config.eos_token_id or ())
-    for token_ids in tokens[: len(prompts), width:].tolist():
+    for token_ids in answers:
         # padding follows the first end token
         end = next((place for place, token in enumerate(token_ids) if token in ends), None)
         text = str(tokenizer.decode(token_ids[:end], skip_special_tokens=True))
-        answers.append(text.strip())
-    return answers
+        texts.append(text.strip())
+    return texts
 
 
 def log_answers(when: str, answers: list[dict[str, Any]]) -> None:

@@ -1,21 +1,27 @@
-"""Units stay unsharded for the length of an answer, as planned, or without a plan if they fit."""
+"""Units stay unsharded for the length of an answer and of the check before training, as planned, or
+without a plan if they fit."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny_llama import tiny_llama
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from llama_ft.config import FSDPConfig
-from llama_ft.models import BuiltModel, apply_fsdp
+from llama_ft.models import BuiltModel, apply_fsdp, use_packed_attention
 from llama_ft.models.sharding import kept_units
 from llama_ft.models.sharding.fsdp import free_unsharded
-from llama_ft.models.sharding.kept_units import units_kept_if_they_fit
+from llama_ft.models.sharding.kept_units import (
+    all_unsharded_if_they_fit,
+    units_kept_if_they_fit,
+)
 from llama_ft.runtime import PRECISIONS, Ranks
+from llama_ft.training import check_packing
 
 NEW_TOKENS = 5
 
@@ -89,6 +95,38 @@ def test_units_are_freed_after_their_forward_pass_again(built: BuiltModel, runti
     assert isinstance(first, FSDPModule)
     model(input_ids=torch.tensor([[3, 1, 4]]))
     assert all(isinstance(parameter, DTensor) for parameter in first.parameters())
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_model_that_is_unsharded_as_planned_needs_no_all_gathers(
+    planned: bool, built: BuiltModel, unsharded: list[FSDPParamGroup], runtime: Ranks
+) -> None:
+    model: Any = built.model
+    prompt = torch.tensor([[3, 1, 4]])
+    with torch.no_grad():
+        expected = model(input_ids=prompt).logits
+        built.keeps_units = planned
+        with all_unsharded_if_they_fit(built, runtime) as are_unsharded:
+            unsharded.clear()
+            assert torch.equal(model(input_ids=prompt).logits, expected)
+            assert torch.equal(model(input_ids=prompt).logits, expected)
+            assert are_unsharded == planned == (not unsharded)
+    free_unsharded(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_the_check_of_packed_samples_unshards_each_unit_once(
+    unsharded: list[FSDPParamGroup], runtime: Ranks
+) -> None:
+    built = BuiltModel(tiny_llama(num_hidden_layers=3))
+    built.mixers = use_packed_attention(built)
+    settings = FSDPConfig(enable_fsdp=True)
+    built.sharding = apply_fsdp(built, runtime.mesh, settings, PRECISIONS["bf16_mixed"])
+    ids = [[3, 1, 4, 1], [5, 9, 2]]
+    samples = {"input_ids": ids, "labels": ids, "source": ["x", "x"], "desirable": [None, None]}
+    check_packing(built, Dataset.from_dict(samples), 64, torch.bfloat16, runtime)
+    assert len(unsharded) == len(set(unsharded)) == len(built.sharding.units)
+    assert all(isinstance(parameter, DTensor) for parameter in built.model.parameters())
 
 
 def test_a_model_without_units_is_not_changed(runtime: Ranks) -> None:

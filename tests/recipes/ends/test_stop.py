@@ -109,8 +109,9 @@ def test_ctrl_c_during_an_evaluation_abandons_it_and_saves_the_step(folder: Path
 
 
 def test_sigterm_during_sample_answers_saves_the_step(folder: Path) -> None:
-    more = [*after_step_1(folder, "single"), *LONG_ANSWERS, "--sample_steps", "3"]
-    run = Run(folder, "answering", *more, *SHORT_EVALUATION)
+    """Without a plan, units fit into free memory. So rank 0 generates while the other one waits."""
+    more = [*after_step_1(folder, "whole"), *LONG_ANSWERS, "--sample_steps", "3"]
+    run = Run(folder, "answering", *more, *SHORT_EVALUATION, "--enable_fsdp", ranks=2)
     run.wait_for('"step": 3', "metrics.jsonl")
     exit_code, output = run.stop(signal.SIGTERM)
     assert exit_code == 143

@@ -43,6 +43,25 @@ def units_kept_if_they_fit(built: BuiltModel, ranks: Ranks) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def all_unsharded_if_they_fit(built: BuiltModel, ranks: Ranks) -> Iterator[bool]:
+    """In the block, all units are unsharded under the same conditions. Yield whether they are: then a
+    rank can call the model while others wait. All ranks call it together. `free_unsharded` must
+    follow."""
+    units = built.sharding.units
+    # fully_shard's backward pass prefetches what was used before the first unit. On a rank that has
+    # called the model alone this is the root, which is unsharded then, if it has weights.
+    is_root_empty = bool(units) and units[-1].bytes == 0 and ranks.shard.size > 1
+    if is_root_empty or (built.sharding.resharded and not _may_keep(built, ranks)):
+        yield False
+        return
+    with units_kept(built):
+        for module in built.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        yield True
+
+
 def _may_keep(built: BuiltModel, ranks: Ranks) -> bool:
     if built.keeps_units is not None:
         return built.keeps_units

@@ -31,6 +31,7 @@ from llama_ft.models import BuiltModel, without_graphs
 from llama_ft.models.adapters.lora import adapter_off, adapter_scaled
 from llama_ft.models.computing.chunked_loss import cross_entropy
 from llama_ft.models.quantization.layers import quantization_name
+from llama_ft.models.sharding.kept_units import units_kept_if_they_fit
 from llama_ft.run.parts import Part
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.evaluation import evaluating
@@ -75,7 +76,11 @@ class WriteProbes(Part):
         own = _own_groups(list(_groups(prompts, layout)), run.ranks)
         base: list[PromptScores] | None = None
         weaker: list[PromptScores] | None = None
-        with evaluating(built.model), without_graphs(built.model):
+        with (
+            evaluating(built.model),
+            units_kept_if_they_fit(built, run.ranks),
+            without_graphs(built.model),
+        ):
             tuned = score_prompts(built, own, layout, run.ranks)
             if can_turn_off(built):
                 with adapter_off(built.model):
