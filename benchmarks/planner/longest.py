@@ -5,7 +5,8 @@ docs/guides/long-context.md and README.md.
     python benchmarks/planner/longest.py --weights QLoRA          # of all models
     python benchmarks/planner/longest.py --write                  # writes the tables
 
-Planned rows are in benchmarks/results/longest.jsonl. It needs no GPU, no weights and no network: the
+Planned rows are in benchmarks/results/longest.jsonl, from the moment at which they are planned: a run
+that is stopped loses none. It needs no GPU, no weights and no network: the
 models' config.json comes from tests/model_shapes.py. Adapters have rank 32 on all linear layers, as in
 the lengths that Unsloth publishes. Prices in speed are not planned.
 """
@@ -70,8 +71,8 @@ def methods_of(model: str) -> list[str]:
     return ["QLoRA", "LoRA"]
 
 
-def plan_rows(model: str, method: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Plan the rows of a model and its weights."""
+def plan_rows(model: str, method: str, folder: Path) -> Iterator[list[dict[str, Any]]]:
+    """Plan the rows of a model and its weights: for each of the settings a row per GPU."""
     weights = f"--quantization {QUANTIZATIONS[method]}" if method != FULL else ""
     trained = ON_HOST if method == FULL else ADAPTERS
     common = f"--model_name {folder} --dataset demo {weights} {trained} {ONE}"
@@ -84,11 +85,13 @@ def plan_rows(model: str, method: str, folder: Path) -> Iterator[dict[str, Any]]
         rooms = [Room(USABLE * device_bytes(gpu), math.inf) for gpu in gpus.values()]
         lengths = found.search(rooms)
         is_quadratic = ranks == 1 and found.is_quadratic()
+        own = {"model": model, "method": method, "is_quadratic": is_quadratic}
+        rows = list[dict[str, Any]]()
         for memory, room, tokens in zip(gpus, rooms, lengths, strict=True):
             row = found.describe(memory, tokens, room)
             row = row._replace(beyond=tokens > find_positions(request))
-            own = {"model": model, "method": method, "is_quadratic": is_quadratic}
-            yield own | row._asdict()
+            rows.append(own | row._asdict())
+        yield rows
 
 
 def cell(row: dict[str, Any] | None) -> str:
@@ -149,15 +152,32 @@ def write(file: Path, text: str) -> None:
     file.write_text(page)
 
 
-def replace_rows(new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace the planned rows of these models and weights. Return all rows, in the order of MODELS."""
-    planned = {(row["model"], row["method"]) for row in new}
+def replace_rows(new: list[dict[str, Any]]) -> None:
+    """Replace the planned rows of these models, weights and settings, in the order of MODELS."""
+    planned = {settings_of(row) for row in new}
     rows = read_json_lines(RESULTS) if RESULTS.exists() else []
-    rows = [row for row in rows if (row["model"], row["method"]) not in planned] + new
+    rows = [row for row in rows if settings_of(row) not in planned] + new
     order = [(model, method) for model in MODELS for method in methods_of(model)]
-    rows.sort(key=lambda row: order.index((row["model"], row["method"])))
+    columns = [*GPUS, *NODE]
+    rows.sort(
+        key=lambda row: (
+            order.index((row["model"], row["method"])),
+            len(row["flags"]),
+            columns.index(row["gpu"]),
+        )
+    )
     write_json_lines(RESULTS, rows)
-    return rows
+
+
+def settings_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the model, the weights and the settings of a row."""
+    return (row["model"], row["method"], *row["flags"])
+
+
+def report(planned: str) -> None:
+    """Print what was planned."""
+    seconds = time.process_time()
+    print(f"{planned}: {seconds:,.0f} CPU seconds so far", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -175,11 +195,9 @@ def main() -> None:
                 continue
             with tempfile.TemporaryDirectory() as temporary:
                 folder = write_config(Path(temporary) / "model", MODELS[model])
-                replace_rows(list(plan_rows(model, method, folder)))
-            seconds = time.process_time()
-            print(
-                f"{model}, {method}: {seconds:,.0f} CPU seconds so far", file=sys.stderr, flush=True
-            )
+                for rows in plan_rows(model, method, folder):
+                    replace_rows(rows)
+                    report(f"{model}, {method}, {len(rows)} GPUs")
     if options.write:
         rows = read_json_lines(RESULTS)
         write(PAGE, table(rows))

@@ -8,7 +8,8 @@ KTO: 60 runs of recipes/finetuning.py under torchrun, with 2 steps and a checkpo
 are full, and all of their tokens are in the loss. 3 more runs are LoRA on the experts of a random
 Qwen3-MoE, 24 have samples with two images, of a random Qwen2.5-VL, and 8 are GRPO, whose model
 generates before each step: with FSDP units that are freed after their forward pass, and with units
-that are kept unsharded for the length of an answer.
+that are kept unsharded for the length of an answer. --only shared --hidden 256 runs 16 others, whose
+ranks share each sequence.
 
 The measured value is the peak of tensors on the rank with the highest memory, from the construction
 of the model to the
@@ -38,11 +39,13 @@ from PIL import Image
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -88,6 +91,13 @@ IMAGES = {
     "images_8bit": ["--use_peft", "--quantization", "8bit"],
     "images_all": ["--train_vision", "all"],
 }
+# whose ranks share each packed sequence: a Llama, a Qwen2.5-VL, and a Qwen3.5 with a gated delta net
+SHARED = {
+    "full_shared": [],
+    "images_shared": [],
+    "images_lora_shared": ["--use_peft"],
+    "delta_shared": [],
+}
 IMAGE_SIDE = 140  # pixels
 IMAGE_TOKENS = 25
 # Pixels are in numpy's memory, and what is measured are torch's allocations: so they are left out of
@@ -110,7 +120,7 @@ class Case:
     """One run.
 
     Attributes:
-        method: a key of METHODS, PREFERENCES, GRPO, EXPERTS or IMAGES.
+        method: a key of METHODS, PREFERENCES, GRPO, EXPERTS, IMAGES or SHARED.
         checkpointing: off or full.
         ranks: processes.
         length: tokens of a pack.
@@ -128,10 +138,16 @@ class Case:
         name = f"{self.method}-{self.checkpointing}-{self.ranks}-{self.length}"
         return f"{name}-kept" if self.keeps_units else name
 
+    @property
+    def has_images(self) -> bool:
+        return self.method.startswith("images")
+
     def model(self, folder: Path) -> Path:
         """The model's folder."""
-        if self.method in IMAGES:
+        if self.has_images:
             return folder / "vision"
+        if self.method == "delta_shared":
+            return folder / "delta"
         return folder / ("moe" if self.method in EXPERTS else "model")
 
     def flags(self, folder: Path, device: str) -> list[str]:
@@ -140,13 +156,15 @@ class Case:
         samples = "rows"
         if self.method in PREFERENCES:
             samples = "pairs"
-        elif self.method in IMAGES:
+        elif self.has_images:
             samples = "images"
         elif self.method in GRPO:
             samples = "prompts"
         flags += [folder / f"{samples}-{self.length}.jsonl"]
         flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000]
-        flags += {**METHODS, **PREFERENCES, **GRPO, **EXPERTS, **IMAGES}[self.method]
+        flags += {**METHODS, **PREFERENCES, **GRPO, **EXPERTS, **IMAGES, **SHARED}[self.method]
+        if self.method in SHARED:
+            flags += ["--sequence_parallel_size", self.ranks]
         if self.method in GRPO:
             flags += ["--reward", f"{folder}/reward.py:score", *GRPO_FLAGS]
             flags += ["--max_completion_length", self.length // ANSWER_SHARE]
@@ -193,6 +211,12 @@ CASES += [
     for method in IMAGES
     for checkpointing in ("off", "full")
 ]
+SHARED_CASES = [
+    Case(method, checkpointing, ranks, LENGTHS[-1])
+    for ranks in RANKS[1:]
+    for method in SHARED
+    for checkpointing in ("off", "full")
+]
 
 
 def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
@@ -212,13 +236,18 @@ def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> Non
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     sparse = Qwen3MoeConfig(**shape, **experts, head_dim=64)
     Qwen3MoeForCausalLM(sparse).bfloat16().save_pretrained(folder / "moe")
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    heads |= {"linear_key_head_dim": hidden // 4, "linear_value_head_dim": hidden // 4}
+    kinds = ["linear_attention", "full_attention"] * (layers // 2)
+    deltas = Qwen3_5TextConfig(**shape, **heads, layer_types=kinds, head_dim=64)
+    AutoModelForCausalLM.from_config(deltas).bfloat16().save_pretrained(folder / "delta")
     tokens = {
         token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
     tokenizer = Tokenizer(BPE(vocab=tokens, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    for model in ("model", "moe"):
+    for model in ("model", "moe", "delta"):
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
             folder / model
         )
@@ -378,7 +407,7 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
             case.ranks,
             case.ranks,
             "cuda" if device == "cuda" else "cpu",
-            media=PlannedImages(2, IMAGE_TOKENS) if case.method in IMAGES else None,
+            media=PlannedImages(2, IMAGE_TOKENS) if case.has_images else None,
         )
         plan = planner.predict(request, finetuning.RECIPE)
         plans[case] = plan.with_kept_units() if case.keeps_units else plan
@@ -406,7 +435,7 @@ class Line:
         self.ratio = self._without_pixels(plan.peak) / self.measured
 
     def _without_pixels(self, planned: Peak) -> int:
-        if self.case.method not in IMAGES:
+        if not self.case.has_images:
             return planned.bytes
         samples = PLANNED_SAMPLES
         if planned.phase != "save":
@@ -514,7 +543,8 @@ def main() -> None:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     machine_ranks = torch.cuda.device_count() if device == "cuda" else max(RANKS)
-    cases = [case for case in CASES if asked.only in case.name and case.ranks <= machine_ranks][
+    possible = SHARED_CASES if "shared" in asked.only else CASES
+    cases = [case for case in possible if asked.only in case.name and case.ranks <= machine_ranks][
         : asked.cases
     ]
     if not cases:

@@ -222,6 +222,22 @@ def test_models_without_a_fused_kernel_are_quadratic(
     assert Method(request, finetuning.RECIPE, []).is_quadratic() == expected
 
 
+def test_a_peak_that_begins_to_grow_is_not_quadratic(
+    finetuning: ModuleType, tmp_path: Path
+) -> None:
+    # up to about 32,768 tokens the gradients of a layer decide
+    width = 2**16
+    shape = {"hidden_size": width, "intermediate_size": width, "num_attention_heads": width // 128}
+    LlamaConfig(**shape, num_hidden_layers=2, vocab_size=512).save_pretrained(tmp_path)
+    flags = "--precision bf16_pure --activation_checkpointing full"
+    request = request_for(tmp_path, *flags.split(), "--batch_size_training", "1")
+    lengths = [16_384, 32_768, 65_536]
+    plans = predict_lengths(request, finetuning.RECIPE, lengths, quick=True)
+    first, middle, last = (plan.peak.bytes for plan in plans)
+    assert last - middle > 3 * (middle - first)  # 4 times if it were a square
+    assert not Method(request, finetuning.RECIPE, []).is_quadratic()
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -33,9 +33,12 @@ BELOW = 0.995  # what is planned, times the length at which a line reaches the l
 # in steps, by powers of two.
 WIDE = 1.2
 LARGE = 0.4  # share of the growth: a category that limits the length
-# Memory per token from 32,768 to 65,536 tokens over that from 16,384 to 32,768: 1 if memory grows in
-# proportion to the length, 2 if it grows with the square.
+# Memory per token between the longer two of three lengths, each twice the one before, over that between
+# the shorter two: 1 if memory grows in proportion to the length, 2 if it grows with the square.
 QUADRATIC = 1.3
+# Up to some length the peak may be one that does not grow, such as the optimizer step's. So what looks
+# like a square at the first lengths is planned at the second ones, too.
+DOUBLED = ((16_384, 32_768, 65_536), (2**18, 2**19, 2**20))
 # What a rank holds at any length. Of the methods, only sharding changes it.
 AT_ANY_LENGTH: tuple[MemoryCategory, ...] = (
     "sharded parameters",
@@ -161,12 +164,12 @@ class Method:
 
     def is_quadratic(self) -> bool:
         """Return whether memory grows with the square of the length."""
-        first, last = FIRST_LENGTHS
-        middle = 2 * first
-        self.plan([first, middle, last])
-        sizes = [self._plans[length].peak.bytes for length in (first, middle, last)]
-        one, more = sizes[1] - sizes[0], sizes[2] - sizes[1]
-        return more > QUADRATIC * one * (last - middle) / (middle - first)
+        return all(self._grows_faster(lengths) for lengths in DOUBLED)
+
+    def _grows_faster(self, lengths: Sequence[int]) -> bool:
+        self.plan(lengths)
+        first, middle, last = (self._plans[length].peak.bytes for length in lengths)
+        return last - middle > 2 * QUADRATIC * (middle - first)
 
     def describe(self, gpu: str, tokens: int, room: Room) -> Longest:
         """Return the row of the table for a length that was found."""

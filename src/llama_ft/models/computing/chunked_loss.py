@@ -268,13 +268,15 @@ class _Chunks:
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         """Return the loss of each position, and add up the numbers of the first `count`."""
-        chunks = hidden.split(self.size)
-        target_chunks = targets.split(self.size)
 
         def compute(number: int) -> TokenLoss:
-            return self.losses_of(chunks[number], target_chunks[number])
+            start = number * self.size
+            rows = slice(start, start + self.size)
+            return self.losses_of(hidden[rows], targets[rows])
 
-        results = compute_pieces(compute, len(chunks))
+        # without targets, once
+        chunks = -(-max(1, len(targets)) // self.size)
+        results = compute_pieces(compute, chunks)
         for number, result in enumerate(results):
             self._add_numbers(result, count - number * self.size)
         return torch.cat([result.losses for result in results])

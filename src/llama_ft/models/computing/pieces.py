@@ -17,19 +17,29 @@ _IS_SAMPLED: ContextVar[bool] = ContextVar("few of many pieces are computed", de
 
 
 def compute_pieces(compute: Callable[[int], Result], count: int) -> list[Result]:
-    """Return `compute(number)` of each piece; in `sampled_pieces` of a few, and copies without values."""
+    """Return `compute(number)` of each piece; in `sampled_pieces` of a few, and one result without values
+    for all others."""
     if not _IS_SAMPLED.get():
         return [compute(number) for number in range(count)]
     results = [compute(number) for number in range(min(count, COMPUTED_FIRST))]
-    while len(results) < count - 1:
-        results.append(tree_map(_without_values, results[-1]))
+    others = count - 1 - len(results)
+    if others > 0:
+        results += [_without_values(results[-1], others)] * others
     if len(results) < count:  # it may be smaller
         results.append(compute(count - 1))
     return results
 
 
-def _without_values(value: Any) -> Any:
-    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+def _without_values(result: Result, pieces: int) -> Result:
+    """Return a result whose tensors have the memory of so many pieces: operators take as long for one
+    piece as for all."""
+
+    def first_of_all(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.new_empty(pieces, *value.shape)[0]
+
+    return tree_map(first_of_all, result)
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def _tiled(
     flat_shape = (*[1] * (len(shape) - 1), tokens)
     inputs = [value.reshape(*flat_shape, *value.shape[len(shape) :]) for value in values]
     # pieces of one size: each new shape costs a kernel
-    pieces = _Pieces(compute, -(-tokens // count), len(shape) - 1)
+    pieces = _Pieces(compute, -(-tokens // count), len(shape) - 1, tokens)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     needs_gradients = any(value.requires_grad for value in (*inputs, *trained))
     if torch.is_grad_enabled() and needs_gradients:
@@ -167,26 +167,32 @@ class _Pieces:
     compute: Callable[..., torch.Tensor]
     size: int  # tokens per piece
     dim: int  # dimension of the tokens
+    tokens: int
 
-    def of(self, values: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-        """Return the values of each piece, as views."""
-        return list(zip(*(value.split(self.size, self.dim) for value in values), strict=True))
+    @property
+    def count(self) -> int:
+        """Number of pieces."""
+        return -(-self.tokens // self.size)
+
+    def part(self, whole: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a piece of a tensor, as a view."""
+        start = number * self.size
+        return whole.narrow(self.dim, start, min(self.size, self.tokens - start))
 
     def compute_all(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the module's result for all tokens."""
         whole = torch.empty(0)
-        pieces = self.of(inputs)
 
         def compute(number: int) -> None:
             nonlocal whole
-            result = self.compute(*pieces[number])
+            result = self.compute(*(self.part(value, number) for value in inputs))
             if number == 0:
                 shape = list(result.shape)
-                shape[self.dim] = inputs[0].shape[self.dim]
+                shape[self.dim] = self.tokens
                 whole = result.new_empty(shape)
-            whole.split(self.size, self.dim)[number].copy_(result)
+            self.part(whole, number).copy_(result)
 
-        compute_pieces(compute, len(pieces))
+        compute_pieces(compute, self.count)
         return whole
 
 
@@ -234,16 +240,16 @@ class _InPieces(torch.autograd.Function):
             for value, is_needed in zip(inputs, needs, strict=True)
         ]
         by_trained: list[torch.Tensor | None] = [None] * len(ctx.trained)
-        pieces = ctx.pieces.of([gradient, *inputs])
+        pieces = ctx.pieces
 
         def compute(number: int) -> None:
             nonlocal by_trained
-            of_result, *piece = pieces[number]
-            gradients = _gradients(ctx.pieces.compute, piece, needs, ctx.trained, of_result)
+            of_result, *piece = [pieces.part(value, number) for value in (gradient, *inputs)]
+            gradients = _gradients(pieces.compute, piece, needs, ctx.trained, of_result)
             for whole in by_input:
                 if whole is None:
                     continue
-                part = whole.split(ctx.pieces.size, ctx.pieces.dim)[number]
+                part = pieces.part(whole, number)
                 of_input = gradients.pop(0)
                 part.zero_() if of_input is None else part.copy_(of_input)
                 del of_input
@@ -253,7 +259,7 @@ class _InPieces(torch.autograd.Function):
         with torch.random.fork_rng(devices=devices, device_type=gradient.device.type):
             torch.set_rng_state(cpu_state)
             set_device_states(devices, device_states)
-            compute_pieces(compute, len(pieces))
+            compute_pieces(compute, pieces.count)
         # Autograd rounds the sums to the parameters' dtype.
         return None, None, None, *by_input, *by_trained
 
