@@ -30,6 +30,7 @@ def test_copies_are_equal_share_one_block_and_do_not_follow_the_tensors() -> Non
         assert copies[name].dtype == tensor.dtype and copies[name].is_contiguous()
         torch.testing.assert_close(copies[name], tensor, rtol=0, atol=0)
     held = copies["matrix"].untyped_storage().nbytes()
+    assert held == HostBlock.bytes_for(TENSORS.values())
     exact = sum(tensor.nbytes for tensor in TENSORS.values())
     assert exact <= held < exact + len(TENSORS) * host_block.ALIGNED_BYTES
 

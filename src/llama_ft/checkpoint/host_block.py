@@ -5,6 +5,7 @@ rounds each tensor up to a power of two and keeps it: 1.1 to 1.4 times the bytes
 """
 
 import mmap
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +29,7 @@ class HostBlock:
         all of them are done when it returns."""
         shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
         on_gpu = any(shard.is_cuda for shard in shards.values())
-        sizes = [-(-shard.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for shard in shards.values()]
+        sizes = [_size_of(shard) for shard in shards.values()]
         total = sum(sizes)
         # On the CPU the memory is freed when the checkpoint is written.
         block = self._keep(total) if on_gpu else torch.empty(total, dtype=torch.uint8)
@@ -40,6 +41,11 @@ class HostBlock:
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies
+
+    @staticmethod
+    def bytes_for(tensors: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of a block for copies of this rank's rows."""
+        return sum(_size_of(local_shard(tensor)) for tensor in tensors)
 
     def free(self) -> None:
         """Unpin and free the kept memory. No copy may be used after it."""
@@ -55,6 +61,10 @@ class HostBlock:
             self._memory = page_aligned(nbytes)
             self._is_pinned = _pin(self._memory)
         return self._memory
+
+
+def _size_of(shard: torch.Tensor) -> int:
+    return -(-shard.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:

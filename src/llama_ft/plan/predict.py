@@ -213,9 +213,9 @@ def _plan_with(
         state = checkpoint.own_state(built.model, optimizer, ranks)
         saved_bytes = 0
         if request.device != "cpu" or saves_copies(config, is_validated):
-            saved = checkpoint.HostBlock().copy(state)
-            host_block = next(iter(saved.values())).untyped_storage()  # of all copies
-            saved_bytes = host_block.nbytes()
+            # What `HostBlock.copy` allocates. Copying each tensor took a quarter of the time of a plan.
+            saved_bytes = checkpoint.HostBlock.bytes_for(state.values())
+            torch.empty(saved_bytes, dtype=torch.uint8)
     stored = states_of(optimizer)
     stored += [parameter for parameter in built.model.parameters() if parameter.requires_grad]
     # over all ranks
