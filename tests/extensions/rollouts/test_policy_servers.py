@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,11 @@ class Trainer:
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.built.model.named_parameters()}
 
+    def restore(self, weights: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.built.model.named_parameters():
+                parameter.copy_(weights[name])
+
     @contextmanager
     def connected(self, folder: Path, *servers: LoraServer) -> Iterator[PolicyServers]:
         with ExitStack() as running:
@@ -146,6 +152,33 @@ def test_what_a_killed_run_has_left_is_deleted(trainer: Trainer, tmp_path: Path)
         policy.open([tmp_path], PROMPTS)
         assert list(server.adapters) == ["of another run"]
         assert not left.exists()
+
+
+def test_the_random_adapter_of_other_weights_has_another_name(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """With --staleness 1 several resumed runs may need the adapter of one round, each at weights of its
+    own. The server rejects other weights under a known name."""
+    server = LoraServer(trainer.model)
+    trainer.train(0.05)
+    before = trainer.weights()
+    with trainer.connected(tmp_path, server) as policy:
+        first = policy.publish(trainer.scorer, SAMPLING, trainer.facts(1, "a"))
+        settings = replace(trainer.settings(*policy.urls), staleness=1)
+        resumed = PolicyServers(settings, trainer.tokenizer, trainer.ranks)
+        resumed.open([tmp_path], PROMPTS)
+        found = resumed.find(1)
+        assert found is not None and found.name == first.name
+        try:
+            with torch.no_grad():
+                for name, parameter in trainer.built.model.named_parameters():
+                    if "lora_A" in name:
+                        parameter.mul_(1.1)
+            resumed.publish_again(trainer.scorer, SAMPLING, found)
+        finally:
+            trainer.restore(before)
+    canaries = [name for name in server.loaded if "canary" in name]
+    assert len(set(canaries)) == len(canaries) >= 2
 
 
 @pytest.mark.parametrize(

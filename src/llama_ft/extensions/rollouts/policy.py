@@ -5,6 +5,8 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft import data, models
@@ -18,6 +20,8 @@ from llama_ft.extensions.rollouts.rounds import sha256_of
 from llama_ft.extensions.rollouts.sampling import positions
 from llama_ft.inference.flags import ModelFlags, find_result, settings_of_run
 from llama_ft.inference.load import LoadedModel
+from llama_ft.models import BuiltModel
+from llama_ft.runtime import Ranks
 
 # files of a model, an adapter or a checkpoint that determine its answers
 PATTERNS = (
@@ -67,6 +71,22 @@ def checksum_of(files: PolicyFiles) -> str:
             paths = {path for path in paths if path.suffix != ".safetensors"}
         for path in sorted(paths):
             digest.update(f"{path.name} {_checksum_of_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def trained_checksum(built: BuiltModel, ranks: Ranks, base: str = "") -> str:
+    """Return the checksum of the trained weights and of a base model, on rank 0. All ranks call it:
+    sharded weights are gathered one after another."""
+    digest = hashlib.sha256(base.encode())
+    for name, parameter in built.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        value = parameter.detach()
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if ranks.is_main:
+            digest.update(name.encode())
+            digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -8,7 +8,6 @@ and are read: no complete round is generated twice, and the run has the bytes of
 killed.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +15,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
-from torch.distributed.tensor import DTensor
 
 from llama_ft.checkpoint.run_directory import set_aside
 from llama_ft.config import Config
@@ -44,7 +40,7 @@ from llama_ft.extensions.rollouts.make_rounds import (
     kept_if_stopped,
     sampling_facts,
 )
-from llama_ft.extensions.rollouts.policy import PolicyFiles, checksum_of
+from llama_ft.extensions.rollouts.policy import PolicyFiles, checksum_of, trained_checksum
 from llama_ft.extensions.rollouts.prompts import PromptTokens, read_dataset
 from llama_ft.extensions.rollouts.resume import check_round
 from llama_ft.extensions.rollouts.rewards.pool import RewardPool, parse_reward
@@ -187,7 +183,7 @@ class TrainingRounds(Part):
         prompts = self._prompts_of(planned)
         checksum = None  # of a round whose steps have begun the present weights are others
         if self._is_first_of_round(planned.step):
-            checksum = self._policy_checksum(built)
+            checksum = trained_checksum(built, self._ranks, self._base_checksum)
             self.old.begin()
         else:
             self.old.read(self._places, number, self._ranks)
@@ -348,21 +344,6 @@ class TrainingRounds(Part):
             rewards=[],
             data=self._data,
         )
-
-    def _policy_checksum(self, built: BuiltModel) -> str:
-        """Return the checksum of the base model and the trained weights, on rank 0. All ranks call
-        it: sharded weights are gathered one after another."""
-        digest = hashlib.sha256(self._base_checksum.encode())
-        for name, parameter in built.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            value = parameter.detach()
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
-            if self._ranks.is_main:
-                digest.update(name.encode())
-                digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
 
     def _stored(self, facts: RoundFacts, prompts: list[Prompt]) -> Round | None:
         """Return a complete round that is on disk, in the run's directory afterwards."""

@@ -41,6 +41,7 @@ from llama_ft.extensions.rollouts.hand_over.probe import (
     judge_canary,
     judge_version,
 )
+from llama_ft.extensions.rollouts.policy import trained_checksum
 from llama_ft.extensions.rollouts.rounds import (
     Answer,
     Prompt,
@@ -140,7 +141,7 @@ class PolicyServers:
             UserError: a server cannot load it, or answers with other weights.
         """
         if not self._is_proven:
-            self._prove(scorer, sampling, facts.policy["checksum"])
+            self._prove(scorer, sampling)
             self._is_proven = True
         checksum = facts.policy["checksum"]
         published = self._load(scorer.built, f"{facts.step:06}", checksum)
@@ -157,7 +158,7 @@ class PolicyServers:
         """Let all servers load an adapter of earlier weights than the present ones, which therefore
         cannot be compared with it."""
         if not self._is_proven:
-            self._prove(scorer, sampling, published.checksum)
+            self._prove(scorer, sampling)
             self._is_proven = True
         self._current = published
         self._wait_for(partial(self._send, published))
@@ -305,9 +306,10 @@ class PolicyServers:
         if not keeps_files:
             shutil.rmtree(published.folder, ignore_errors=True)
 
-    def _prove(self, scorer: Scorer, sampling: Sampling, checksum: str) -> None:
-        """Let all servers load an adapter of random numbers, with the matrices A of the policy that
-        has the checksum. Raises UserError if one does not apply it."""
+    def _prove(self, scorer: Scorer, sampling: Sampling) -> None:
+        """Let all servers load an adapter of random numbers, with the present matrices A, which its
+        name identifies. Raises UserError if one does not apply it."""
+        checksum = trained_checksum(scorer.built, self._ranks)
         for strength in STRENGTHS:
             with canary(scorer.built, strength):
                 published = self._load(scorer.built, "canary", f"{checksum} {strength}")
