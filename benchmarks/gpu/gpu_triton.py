@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,25 @@ WIDTH = 64
 UNEVEN = [1, 7, 64, 33, 128, 1, 22]  # tokens of samples
 TOKENS = 2048 if ON_GPU else 64  # of the sample that is timed
 
-Multiply = Callable[..., torch.Tensor]
+
+class Matmuls(NamedTuple):
+    """The matmuls of experts, by kernels in Triton or in turn, and their operands.
+
+    Attributes:
+        multiply: x, weight, ends, low-rank part -> [rows, out]; see `grouped_matmul.multiplied`.
+        outer: x, gradient, ends -> x^T gradient of each expert.
+        x: [rows, in], sorted by experts.
+        weight: [experts, in, out].
+        gradient: of the result, [rows, out].
+        ends: of the rows of each expert.
+    """
+
+    multiply: Callable[..., torch.Tensor]
+    outer: Callable[..., torch.Tensor]
+    x: torch.Tensor
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    ends: torch.Tensor
 
 
 def triton() -> dict[str, Check]:
@@ -58,7 +76,7 @@ def _random(*shape: int, dtype: torch.dtype = SIXTEEN) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, dtype=dtype)
 
 
-def _experts(compute: Callable[..., list[torch.Tensor]]) -> Finding:
+def _experts(compute: Callable[[Matmuls], list[torch.Tensor]]) -> Finding:
     from llama_ft.models.base import grouped_matmul
     from llama_ft.runtime import current_target
 
@@ -80,8 +98,8 @@ def _experts(compute: Callable[..., list[torch.Tensor]]) -> Finding:
 
     kernels = (partial(kernel, "multiply"), partial(kernel, "outer"))
     in_turn = (grouped_matmul._multiply_in_turn, grouped_matmul._outer_in_turn)
-    in_one = partial(compute, *kernels, x, weight, gradient, ends.to(DEVICE))
-    by_turns = partial(compute, *in_turn, x, weight, gradient, ends)
+    in_one = partial(compute, Matmuls(*kernels, x, weight, gradient, ends.to(DEVICE)))
+    by_turns = partial(compute, Matmuls(*in_turn, x, weight, gradient, ends))
     error = 0.0
     for found, expected in zip(in_one(), by_turns(), strict=True):
         error = max(error, _error(found, expected))
@@ -100,28 +118,16 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return share if share == share else float("inf")
 
 
-def _all_weights(
-    multiply: Multiply,
-    outer: Multiply,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    ends: torch.Tensor,
-) -> list[torch.Tensor]:
+def _all_weights(of: Matmuls) -> list[torch.Tensor]:
     """Return y, and the gradients of x and of the weight."""
-    y = multiply(x, weight, ends, None)
-    return [y, multiply(gradient, weight.mT, ends, None), outer(x, gradient, ends)]
+    y = of.multiply(of.x, of.weight, of.ends, None)
+    dx = of.multiply(of.gradient, of.weight.mT, of.ends, None)
+    return [y, dx, of.outer(of.x, of.gradient, of.ends)]
 
 
-def _low_rank(
-    multiply: Multiply,
-    outer: Multiply,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    ends: torch.Tensor,
-) -> list[torch.Tensor]:
+def _low_rank(of: Matmuls) -> list[torch.Tensor]:
     """Return y, and the gradients of x and of both factors of LoRA."""
+    multiply, outer, x, weight, gradient, ends = of
     groups, terms, columns = weight.shape
     numbers = torch.linspace(-1, 1, groups * RANK * (terms + columns), device=x.device)
     left, right = numbers.sin().to(x.dtype).split([groups * RANK * terms, groups * RANK * columns])

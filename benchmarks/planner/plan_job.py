@@ -27,7 +27,6 @@ import torch
 
 from llama_ft import observe, training
 from llama_ft.config.reading.parse import as_keywords
-from llama_ft.models.sharding import kept_units
 from llama_ft.phases import Phase
 from llama_ft.plan import spare_memory
 
@@ -107,6 +106,7 @@ class Phases:
         self.peaks: dict[str, dict[int, int]] = {}
         # with a dump: which phase began after which allocation
         self.marks: list[tuple[str, int]] = []
+        self.keeps_units = False  # for the length of an answer
         self.phase = ""
         self.step = 0
         self.baseline = 0
@@ -139,12 +139,17 @@ def watch_recipe(finetuning: Any, phases: Phases) -> None:
     """From now on every run's phases are marked where the recipe tells its own watch of them. Its
     ranks share no memory: a plan is of runs that have no room for what is kept."""
     build_model = finetuning.build_model
+    train = finetuning.train
     check_rows = training.check_packing
     enter = observe.MemoryMonitor.enter
 
     def building(*given: Any, **named: Any) -> Any:
         phases.begin()
         return build_model(*given, **named)
+
+    def training_as_planned(run: Any, built: Any, objective: Any) -> None:
+        built.keeps_units = phases.keeps_units
+        train(run, built, objective)
 
     def checking(*given: Any, **named: Any) -> Any:
         phases.enter("check")  # a small forward pass before the first step
@@ -158,6 +163,7 @@ def watch_recipe(finetuning: Any, phases: Phases) -> None:
     spare_memory.share_memory = lambda *_: False
     spare_memory.keep_freed_memory = lambda: False
     finetuning.build_model = building
+    finetuning.train = training_as_planned
     training.check_packing = checking
     observe.MemoryMonitor.enter = entering  # type: ignore[method-assign, assignment]
 
@@ -284,8 +290,7 @@ def main(cases_file: Path) -> None:
         if asked["dump"] and isinstance(phases.counter, HostBytes):
             phases.counter.tell(dump.listen)
         left = phases.counter.now()
-        # without a plan, the free memory decides
-        kept_units.SHARE_FOR_UNITS = 1.0 if case["keeps_units"] else 0.0
+        phases.keeps_units = case["keeps_units"]
         finetuning.main(**as_keywords(case["flags"]))
         phases.note()
         found = {"peaks": phases.peaks, "left_bytes": left, "baseline_bytes": phases.baseline}

@@ -12,10 +12,10 @@ from conftest import REPOSITORY
 from emulated_cuda.test_triton import BF16, Kernel, compile_for
 from triton_modules import TARGETS, import_interpreted, import_kernels, needs_triton
 
-from llama_ft.cpu.one_kernel import TritonKernels
 from llama_ft.models.adapters.lora_experts import LowRankSum, _grouped_mm
 from llama_ft.models.base import grouped_matmul as module
 from llama_ft.models.base.grouped_matmul import grouped_matmul, multiplied, one_group_fills
+from llama_ft.models.base.triton_kernels import TritonKernels
 from llama_ft.runtime import Target, computing_on
 
 KERNEL = "models/base/grouped_kernel.py"

@@ -11,7 +11,7 @@ from emulated_cuda.test_triton import BF16, Kernel, compile_for
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_modules import TARGETS, import_interpreted, import_kernels, needs_triton
 
-from llama_ft.cpu.one_kernel import TritonKernels
+from llama_ft.models.base.triton_kernels import TritonKernels
 from llama_ft.models.published import mxfp4
 from llama_ft.models.published.mxfp4 import StoredMxfp4
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from llama_ft.config import FSDPConfig
 from llama_ft.models import BuiltModel, apply_fsdp, use_packed_attention
-from llama_ft.models.sharding import kept_units
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.models.sharding.kept_units import (
     all_unsharded_if_they_fit,
@@ -50,10 +49,10 @@ def unsharded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FSDPParamGroup]]
     yield found
 
 
-def answer(built: BuiltModel, ranks: Ranks) -> list[int]:
+def answer(built: BuiltModel, ranks: Ranks, share: float = 0.0) -> list[int]:
     model: Any = built.model
     prompt = torch.tensor([[3, 1, 4, 1, 5]])
-    with torch.no_grad(), units_kept_if_they_fit(built, ranks):
+    with torch.no_grad(), units_kept_if_they_fit(built, ranks, share):
         tokens = model.generate(
             prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
         )
@@ -74,14 +73,12 @@ def test_units_are_unsharded_once_per_answer_if_planned_or_if_they_fit(
     built: BuiltModel,
     unsharded: list[FSDPParamGroup],
     runtime: Ranks,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kept_units, "SHARE_FOR_UNITS", share)
     built.keeps_units = not is_kept
     expected = answer(built, runtime)
     unsharded.clear()
     built.keeps_units = planned
-    assert answer(built, runtime) == expected
+    assert answer(built, runtime, share) == expected
     # Two layers are freed after each token. The last layer and the root stay in any case.
     again = 0 if is_kept else 2 * (NEW_TOKENS - 1)
     assert len(unsharded) == len(set(unsharded)) + again > 2

@@ -23,8 +23,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from llama_ft.cpu.one_kernel import Comparison, TritonKernels
 from llama_ft.models.base.attention_kernels import AMPERE
+from llama_ft.models.base.triton_kernels import Comparison, TritonKernels
 from llama_ft.operators import LIBRARY
 from llama_ft.runtime.target import current_target
 

@@ -11,8 +11,8 @@ from typing import ClassVar, cast
 
 import torch
 
-from llama_ft.cpu.one_kernel import Comparison, TritonKernels
 from llama_ft.models.base.source import SafetensorsSource, StoredTensor, WeightSource, row_blocks
+from llama_ft.models.base.triton_kernels import Comparison, TritonKernels
 from llama_ft.models.published.packed_weights import (
     PackedWeight,
     damaged,

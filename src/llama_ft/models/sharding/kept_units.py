@@ -13,8 +13,7 @@ from llama_ft.models.built import BuiltModel
 from llama_ft.runtime import Ranks
 from llama_ft.runtime.ends.out_of_memory import host_memory
 
-# Without a plan, all units together take at most this share of the memory that is free on each rank. The
-# cache of keys and values and the logits need some, too.
+# The cache of keys and values and the logits need some memory, too.
 SHARE_FOR_UNITS = 0.5
 
 
@@ -33,10 +32,13 @@ def units_kept(built: BuiltModel) -> Iterator[None]:
 
 
 @contextmanager
-def units_kept_if_they_fit(built: BuiltModel, ranks: Ranks) -> Iterator[None]:
+def units_kept_if_they_fit(
+    built: BuiltModel, ranks: Ranks, share: float = SHARE_FOR_UNITS
+) -> Iterator[None]:
     """In the block, units stay unsharded if the plan of the run has counted that; without a plan, if all
-    of them fit into free memory. All ranks call it together. `free_unsharded` must follow."""
-    if built.sharding.resharded and _may_keep(built, ranks):
+    of them fit into a share of the memory that is free on each rank. All ranks call it together.
+    `free_unsharded` must follow."""
+    if built.sharding.resharded and _may_keep(built, ranks, share):
         with units_kept(built):
             yield
     else:
@@ -62,11 +64,11 @@ def all_unsharded_if_they_fit(built: BuiltModel, ranks: Ranks) -> Iterator[bool]
         yield True
 
 
-def _may_keep(built: BuiltModel, ranks: Ranks) -> bool:
+def _may_keep(built: BuiltModel, ranks: Ranks, share: float = SHARE_FOR_UNITS) -> bool:
     if built.keeps_units is not None:
         return built.keeps_units
     least_free = ranks.all_gather_floats(_free_bytes(ranks)).min().item()
-    return built.sharding.unsharded_bytes <= SHARE_FOR_UNITS * least_free
+    return built.sharding.unsharded_bytes <= share * least_free
 
 
 def _free_bytes(ranks: Ranks) -> float:
