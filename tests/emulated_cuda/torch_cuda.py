@@ -67,6 +67,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         RECORDER.wait("stream.synchronize")
 
@@ -186,6 +189,7 @@ def _patches() -> list[Any]:
     for owner, name, value in (
         (DefaultDeviceType, "_default_device_type", "cuda"),
         (torch, "Generator", HostGenerator),
+        (torch.accelerator, "current_stream", Stream),
         (torch, "tensor", _through_the_host(torch.tensor)),
         (torch, "as_tensor", _through_the_host(torch.as_tensor)),
         (torch.Tensor, "new_tensor", _new_tensor),
