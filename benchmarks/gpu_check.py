@@ -43,6 +43,7 @@ from benchmarks.gpu.gpu_cases import (
     waits,
 )
 from benchmarks.gpu.gpu_coverage import PUBLISHED, not_checked, read_rows
+from benchmarks.gpu.gpu_factors import speed_factors
 from benchmarks.gpu.gpu_ranks import two_ranks
 from benchmarks.gpu.gpu_speed import fixes, full, inference, lora8b, lora8b_more, plan, quant8b
 
@@ -85,8 +86,8 @@ COMMANDS: dict[int, tuple[str, float]] = {
 }
 
 
-def main() -> int:
-    """Run the parts that are asked for; print the table."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -94,6 +95,11 @@ def main() -> int:
     which.add_argument("--command", type=int, choices=COMMANDS, help="the parts of one command")
     which.add_argument(
         "--not_checked", action="store_true", help="print what no published result has checked"
+    )
+    which.add_argument(
+        "--speed_factors",
+        action="store_true",
+        help="print measured over computed speed of published results, for llama_ft/plan/duration.py",
     )
     which.add_argument("--only", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument(
@@ -114,6 +120,12 @@ def main() -> int:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--recipe", default="finetuning", help=argparse.SUPPRESS)
     parser.add_argument("--toggle", default="", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> int:
+    """Run the parts that are asked for; print the table."""
+    parser = build_parser()
     given = parser.parse_args()
     if given.child:
         from benchmarks.gpu.gpu_child import run_child
@@ -122,6 +134,9 @@ def main() -> int:
         return 0
     if given.not_checked:
         print(not_checked(read_rows(PUBLISHED)))
+        return 0
+    if given.speed_factors:
+        print(speed_factors(read_rows(PUBLISHED)))
         return 0
     names, seconds = COMMANDS.get(given.command, (given.only or ",".join(PARTS), 3000.0))
     unknown = [name for name in names.split(",") if name not in PARTS]

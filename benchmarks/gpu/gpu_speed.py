@@ -20,6 +20,7 @@ from benchmarks.gpu.gpu_bench import (
     last_line,
     left_out,
 )
+from benchmarks.gpu.gpu_factors import MEASURED, PLANNED, planned_per_token
 from benchmarks.gpu.gpu_models import EIGHT_B, SHALLOW, THREE_B, TINY, make_model, make_samples
 
 LENGTH = 4096 if ON_GPU else 128
@@ -92,7 +93,7 @@ def _speed(bench: Bench, part: str, name: str, speed: Speed) -> Iterator[Row]:
     tokens = _tokens_per_second(bench, name, speed.skipped)
     mfu = statistics.median(line.get("perf/mfu", 0.0) for line in steps)
     found = f"{tokens:,.0f}, MFU {mfu:.1%}"
-    yield Row(part, f"{name}: tokens/s", f">= {least:,.0f}", found, tokens >= least)
+    yield Row(part, f"{name}: {MEASURED}", f">= {least:,.0f}", found, tokens >= least)
     begun = bench.records[name]["seconds"]
     wall = (begun[-2] - begun[speed.skipped]) / (len(begun) - 2 - speed.skipped)
     measured = statistics.mean(line["perf/step_seconds"] for line in steps[:-1])
@@ -110,6 +111,7 @@ def _memory(bench: Bench, part: str, name: str) -> Iterator[Row]:
         yield Row(part, f"{name}: plan", "plan.json", "missing: it took too long", False)
         return
     plan = json.loads(plan_file.read_text())
+    yield Row(part, f"{name}: {PLANNED}", "numbers", planned_per_token(plan), True)
     phases = json.loads((bench.scratch / name / "facts.json").read_text())["memory"]["phases"]
     kinds = ("device_peak_bytes", "device_reserved_bytes") if ON_GPU else ("anonymous_peak_bytes",)
     planned = {kinds[0]: max(peak["bytes"] for peak in plan["peaks"] if peak["phase"] in phases)}

@@ -54,8 +54,8 @@ TOKENS = {
     "models": 73_500,
     "observe": 12_600,
     # --longest with ranks (8xh100), plans of a search that share headers; generation; units that stay
-    # unsharded for answers; changes as a run starts with them
-    "plan": 25_400,
+    # unsharded for answers; changes as a run starts with them; bytes that operators move
+    "plan": 27_100,
     "run": 9300,
     "runtime": 12_900,  # ranks that only wait for answers, an end without taking modules apart
     "training": 27_200,  # what objectives say of generation and of held-out prompts, answers by one rank

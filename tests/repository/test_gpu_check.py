@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -87,6 +88,34 @@ def test_what_holds_on_a_gpu_leaves_the_list(tmp_path: Path) -> None:
     assert "ends: " in table  # one of its checks failed
     (tmp_path / "gpu_check.jsonl").write_text(lines.replace("true", "null", 1))  # a CPU
     assert "further: KTO; ORPO; " in not_checked(read_rows(tmp_path))
+
+
+def test_speed_factors_are_measured_over_computed_speeds() -> None:
+    sys.path.insert(0, str(REPOSITORY))
+    from benchmarks.gpu.gpu_factors import name_in_fit, planned_per_token, speed_factors
+
+    devices = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100-SXM4-40GB": "a100-40",
+        "Tesla V100-SXM2-32GB": "v100-32",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA RTX 6000 Ada Generation": "rtx6000ada",
+        "AMD Instinct MI300X": "",
+    }
+    assert {device: name_in_fit(device) for device in devices} == devices
+
+    plan = {"tokens": 4096, "micro_batches": 2, "step_flops": 8192 * 4e10, "step_bytes": 8192 * 5e7}
+    runs = {"lora": 12_000, "lora, short samples": 11_000, "qlora": 9_000}
+    rows: list[dict[str, Any]] = [{"claim": "device", "found": "NVIDIA H100 80GB HBM3"}]
+    for run, speed in runs.items():
+        rows.append({"claim": f"{run}: tokens/s", "found": f"{speed:,}, MFU 40.0%"})
+        rows.append({"claim": f"{run}: planned per token", "found": planned_per_token(plan)})
+    seconds = 4e10 / (0.7 * 989e12) + 5e7 / (0.8 * 3350e9)
+    assert speed_factors(rows) == f'"h100": {11_000 * seconds:.2f},  # runs: 3'
+
+    finished = forked(SCRIPT, "--speed_factors")
+    assert finished.output.strip() == "no published result has speeds"
 
 
 def test_an_unknown_part_is_a_user_error(tmp_path: Path) -> None:

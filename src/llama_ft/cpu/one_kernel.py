@@ -1,13 +1,29 @@
 """Run element-wise computations as one CUDA kernel, with one pass over memory instead of one per
 operator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from llama_ft.errors import reason
 from llama_ft.runtime.console import log
+
+# Computes a function with arguments.
+Count = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+_COUNT: ContextVar[Count | None] = ContextVar("kernels are counted", default=None)
+
+
+@contextmanager
+def counted_as_one(count: Count) -> Iterator[None]:
+    """In the block, each call of a `OneKernel` goes through `count`: a plan counts one kernel."""
+    token = _COUNT.set(count)
+    try:
+        yield
+    finally:
+        _COUNT.reset(token)
 
 
 def runs_compiled(tensor: torch.Tensor) -> bool:
@@ -38,6 +54,9 @@ class OneKernel:
 
     def __call__(self, first: torch.Tensor, *others: Any) -> Any:
         """Return the function's result, computed without gradients."""
+        count = _COUNT.get()
+        if count is not None:
+            return count(torch.no_grad()(self._function), (first, *others))
         with torch.no_grad():
             if self._has_failed or not runs_compiled(first):
                 return self._function(first, *others)

@@ -20,7 +20,7 @@ NAMES = {
     ("ops.torch_attn", "attention with sinks on GPUs"): "_varlen_attn_backward",
     ("ops.aten", "plans of padded batches for GPUs"): "_scaled_dot_product_efficient_attention",
     ("ops.aten", "the plan of a model's memory"): "_local_scalar_dense _grouped_mm",
-    ("ops.aten.mm.default", "the plan of a model's memory"): "_opname",
+    ("ops.aten.mm.default", "the plan of a model's memory"): "_opname _schema",
     # Hooks for saved tensors do not nest: those of activation checkpointing are called from ours.
     ("_C._autograd", "quantized experts"): "_top_saved_tensors_default_hooks",
     # Identity of a storage: two views of one tensor have the same.

@@ -1,6 +1,13 @@
-"""Estimate how long a run trains on a GPU and what that costs. Nothing is measured."""
+"""Compute how long a run trains on a GPU, how fast and what that costs. Nothing is measured.
+
+A step takes FLOPs / (MATMUL_SHARE x published peak) + bytes / (BANDWIDTH_SHARE x published bandwidth)
+seconds, where the plan has counted both. With --objective grpo, the answers take `generation_seconds` in
+addition.
+"""
 
 import re
+
+import torch
 
 from llama_ft.config import Config
 from llama_ft.config.wording.messages import time_text
@@ -8,12 +15,13 @@ from llama_ft.observe.flops import peak_of
 from llama_ft.plan.types import Plan
 from llama_ft.runtime.devices import PRECISIONS
 
-# MFU. The training of Llama 3 405B reached 38 to 43%. Source: Llama Team 2024, arXiv:2407.21783,
-# section 3.3.2.
-ASSUMED_UTILIZATION = 0.4
+# Shares of the published rates. Assumptions: what matmuls of thousands of tokens reach, and kernels that
+# read and write once.
+MATMUL_SHARE = 0.7
+BANDWIDTH_SHARE = 0.8
 # Each token of an answer reads all weights. Share of the published bandwidth: Transformers launches the
 # kernels of each layer one by one, which takes longer than the reading on a fast GPU.
-ASSUMED_BANDWIDTH = 0.2
+GENERATION_SHARE = 0.2
 # GB/s of the memory, from the vendors' data sheets, by the names of --fit
 BANDWIDTHS = {
     "t4": 320, "v100": 900, "v100-32": 900, "a10": 600, "a10g": 600, "a40": 696, "l4": 300, "l40": 864, "l40s": 864,
@@ -21,25 +29,42 @@ BANDWIDTHS = {
     "rtxa5000": 768, "rtxa6000": 768, "rtx6000ada": 960, "a100-40": 1555, "a100": 1935, "h100": 3350, "h200": 4800,
     "b200": 8000,
 }  # fmt: skip
+# Name of a GPU -> measured speed / computed speed. `gpu_check.py --speed_factors` prints it for published
+# results, of which there are none yet.
+SPEED_FACTORS: dict[str, float] = {}
 
 
 def step_seconds(plan: Plan, config: Config, gpu: str) -> float | None:
-    """Return the seconds of an optimizer step: FLOPs of a rank / (assumed MFU x published peak), and
-    `generation_seconds`. `gpu` is a name of --fit. Return None without a GPU, without a known peak,
-    in fp32, and if weights are offloaded to the host."""
-    peak = peak_of(peak_name(gpu), PRECISIONS[config.train.precision].compute)
-    if not peak or not plan.step_flops or config.fsdp.fsdp_cpu_offload:
+    """Return the seconds of an optimizer step, see above. `gpu` is a name of --fit. Return None without a
+    GPU, without published rates of it, in fp32, and if weights are offloaded to the host."""
+    if config.fsdp.fsdp_cpu_offload or not (plan.step_flops and plan.step_bytes):
         return None
     flops = plan.step_flops + plan.generation_flops
-    return flops / (ASSUMED_UTILIZATION * peak) + generation_seconds(plan, gpu)
+    compute_dtype = PRECISIONS[config.train.precision].compute
+    seconds = computed_seconds(flops, plan.step_bytes, gpu, compute_dtype)
+    if seconds is None:
+        return None
+    return seconds / SPEED_FACTORS.get(gpu, 1.0) + generation_seconds(plan, gpu)
+
+
+def computed_seconds(
+    flops: float, nbytes: float, gpu: str, dtype: torch.dtype = torch.bfloat16
+) -> float | None:
+    """Return the seconds for matmuls of so many FLOPs, and for kernels that move so many bytes. `gpu`
+    is a name of --fit. None: its rates are not published."""
+    peak = peak_of(peak_name(gpu), dtype)
+    bandwidth = BANDWIDTHS.get(gpu, 0) * 1e9
+    if not peak or not bandwidth:
+        return None
+    return flops / (MATMUL_SHARE * peak) + nbytes / (BANDWIDTH_SHARE * bandwidth)
 
 
 def generation_seconds(plan: Plan, gpu: str) -> float:
-    """Return the seconds in which a rank generates the answers of a step: bytes / (assumed share x
+    """Return the seconds in which a rank generates the answers of a step: bytes / (GENERATION_SHARE x
     published bandwidth); 0 without generation."""
     if not plan.generation_bytes:
         return 0.0
-    return plan.generation_bytes / (ASSUMED_BANDWIDTH * BANDWIDTHS[gpu] * 1e9)
+    return plan.generation_bytes / (GENERATION_SHARE * BANDWIDTHS[gpu] * 1e9)
 
 
 def peak_name(gpu: str) -> str:
@@ -47,12 +72,25 @@ def peak_name(gpu: str) -> str:
     return re.sub("^RTX", "RTX ", gpu.upper())
 
 
-def describe_time(plan: Plan, config: Config, seconds: float | None, price: float | None) -> str:
+def step_tokens(plan: Plan) -> int:
+    """Return the tokens of an optimizer step, all ranks together."""
+    return plan.tokens * plan.micro_batches * plan.data_size
+
+
+def tokens_per_second(plan: Plan, seconds: float) -> float:
+    """Return the tokens per second and GPU, if a step takes so many seconds."""
+    return step_tokens(plan) / seconds / plan.world_size
+
+
+def describe_time(plan: Plan, config: Config, gpu: str, price: float | None) -> str:
     """Return a text on the time of a step and of the run, and its cost if a price per GPU hour is
-    given. If the data determine the number of steps, it is the time of a million tokens instead."""
+    given. If the data determine the number of steps, it is the time of a million tokens instead. `gpu` is
+    a name of --fit."""
+    seconds = step_seconds(plan, config, gpu)
     if seconds is None:
-        return "Time: not estimated; published peaks say nothing about --precision fp32 and --fsdp_cpu_offload."
-    tokens = plan.tokens * plan.micro_batches * plan.data_size
+        return "Time: not computed; published rates say nothing about --precision fp32 and --fsdp_cpu_offload."
+    tokens = step_tokens(plan)
+    speed = tokens_per_second(plan, seconds)
     steps = config.train.max_train_step
     if steps:
         duration = seconds * steps
@@ -61,14 +99,30 @@ def describe_time(plan: Plan, config: Config, seconds: float | None, price: floa
         duration = seconds * 1e6 / tokens
         what = "1 million tokens"
     text = (
-        f"Time at an assumed {ASSUMED_UTILIZATION:.0%} of the published peak, not measured: {time_text(seconds)} per "
-        f"step of {tokens:,} tokens, {time_text(duration)} for {what}."
+        f"Time (computed, not measured): {time_text(seconds)} per step of {tokens:,} tokens, {speed:,.0f} tokens/s "
+        f"per GPU, {time_text(duration)} for {what}."
     )
     if plan.generated_tokens:
         text += (
             f" A step includes the generation of at most {plan.generated_tokens:,} tokens, at an assumed "
-            f"{ASSUMED_BANDWIDTH:.0%} of the published memory bandwidth."
+            f"{GENERATION_SHARE:.0%} of the published memory bandwidth."
         )
     if price:
         text += f" Cost of these: {price * plan.world_size * duration / 3600:,.2f}."
-    return text
+    return f"{text}\n{_describe_step(plan, config, gpu)}"
+
+
+def _describe_step(plan: Plan, config: Config, gpu: str) -> str:
+    """Return the numbers of the formula above."""
+    peak = peak_of(peak_name(gpu), PRECISIONS[config.train.precision].compute)
+    computed = _number(plan.step_flops / 1e12)
+    moved = _number(plan.step_bytes / 1e9)
+    return (
+        f"Per GPU and step: {computed} TFLOP at {MATMUL_SHARE:.0%} of {peak / 1e12:g} TFLOP/s, and "
+        f"{moved} GB at {BANDWIDTH_SHARE:.0%} of {BANDWIDTHS[gpu]:,} GB/s."
+    )
+
+
+def _number(value: float) -> str:
+    """Return three digits: 0.000123, 1.23, 1,230."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

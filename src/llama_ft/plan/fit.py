@@ -26,7 +26,7 @@ from llama_ft.plan.changes import (
     changed,
     ladder,
 )
-from llama_ft.plan.duration import describe_time, step_seconds
+from llama_ft.plan.duration import describe_time, step_seconds, tokens_per_second
 from llama_ft.plan.flags import PlanFlags
 from llama_ft.plan.free_memory import free_text
 from llama_ft.plan.predict import predict
@@ -68,10 +68,7 @@ def answer_fit(
     if not runs:
         runs = [(planned, request.config)]
     seconds = [step_seconds(*run, options.gpu) for run in runs]
-    times = [
-        describe_time(*run, s, options.price) if options.gpu else ""
-        for run, s in zip(runs, seconds, strict=True)
-    ]
+    times = [describe_time(*run, options.gpu, options.price) if options.gpu else "" for run in runs]
     answers = [
         {
             "flags": fit.flags,
@@ -79,12 +76,16 @@ def answer_fit(
             "peak_bytes": fit.plan.device_bytes,
             "host_bytes": fit.plan.host_bytes,
             "step_seconds": s,
+            "tokens_per_second": s and tokens_per_second(fit.plan, s),
         }
         for fit, s in zip(fits, seconds, strict=False)
     ]
     values: dict[str, object] = {
         "fits_as_it_is": is_fit,
         "step_seconds": seconds[0] if is_fit else None,
+        "tokens_per_second": seconds[0] and tokens_per_second(planned, seconds[0])
+        if is_fit
+        else None,
         "fits": answers,
     }
     exit_code = 0
@@ -233,8 +234,7 @@ def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str
         lines.append(f"{number}. {' '.join(fit.flags)}")
         lines.append(f"   {size}")
         lines.append(f"   gives up: {fit.gives_up}")
-        if time:
-            lines.append(f"   {time}")
+        lines += [f"   {line}" for line in time.splitlines()]
     return "\n".join(lines)
 
 

@@ -189,7 +189,7 @@ def _plan_with(
     for length in lengths:
         one = dataclasses.replace(request, pack_length=length)
         inputs.append(_inputs_of(one, model_config, recipe.build_objective(config)))
-    with _planning(request, tracker) as ranks, sampled_pieces():
+    with _planning(request, tracker) as ranks, sampled_pieces(tracker.repeated):
         models.choose_head(model_config, config.preference.entry.has_score)
         model_request = models.ModelRequest(
             config,
@@ -281,6 +281,7 @@ class _PlannedStep(NamedTuple):
     tokens: int
     micro_batches: int
     flops: int
+    moved_bytes: int
     peaks: dict[Phase, Peak]  # with that of loading
     kept_peaks: list[Peak]  # see `Plan`
     host_activation_bytes: int  # offloaded
@@ -300,7 +301,7 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
     count = config.train.gradient_accumulation_steps
     if steps is not None:
         count = steps.micro_batches(request.data_size, config.train.batch_size_training)
-    step_flops = _step_flops(config, built.model, batch, request.target_share, count)
+    flops = _step_flops(config, built.model, batch, request.target_share, count)
     generation = dict[str, int]()
     if steps is not None:
         plan = resolve_name(steps.plan)
@@ -314,6 +315,7 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
     planned = [batch] * min(count, PLANNED_MICRO_BATCHES)
     step = StepBatches(batches=planned, target_tokens=1, samples=1)
     outcome = recipe.train_step(built, objective, optimizer, step, loop, ranks)
+    moved_bytes = tracker.moved.of_step(count)
     losses = outcome.losses  # they exist during an evaluation
     del outcome
     tracker.assign(states_of(optimizer), "optimizer state")
@@ -325,7 +327,8 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
     return _PlannedStep(
         batch.tokens,
         count,
-        step_flops,
+        flops,
+        moved_bytes,
         tracker.peaks,
         list(tracker.kept_peaks.values()),
         tracker.most_offloaded_bytes,
@@ -335,7 +338,8 @@ def _plan_step(inputs: _StepInputs, parts: _TrainingParts) -> _PlannedStep:
 
 def _costs(step: _PlannedStep) -> dict[str, Any]:
     """Return the fields of a plan about computing and generation."""
-    return {"step_flops": step.flops, "micro_batches": step.micro_batches, **step.generation}
+    computing = {"step_flops": step.flops, "step_bytes": step.moved_bytes}
+    return {**computing, "micro_batches": step.micro_batches, **step.generation}
 
 
 def _context_length(request: PlanRequest, model_config: PretrainedConfig) -> int:
@@ -542,6 +546,7 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
         "result_bytes",
         "reserved_bytes",
         "step_flops",
+        "step_bytes",
         "generation_flops",
         "generation_bytes",
     )

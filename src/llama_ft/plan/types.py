@@ -138,6 +138,7 @@ class Plan:
     tokens: int  # per micro-batch of a data rank
     is_quick: bool  # extrapolated from two models with few layers
     step_flops: int = 0  # of an optimizer step, with recomputation by activation checkpointing
+    step_bytes: int = 0  # that operators of a step move, see plan/fake/moved_bytes.py
     micro_batches: int = 1  # of a data rank in an optimizer step
     generated_tokens: int = 0  # in an optimizer step, all ranks together, at most
     generation_flops: int = 0  # of a rank for the prompts of a step

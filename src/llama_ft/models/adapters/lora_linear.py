@@ -72,6 +72,17 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     return 0 if scale is None else x.shape[1] * len(b) * x.dtype.itemsize
 
 
+def moved_bytes(arguments: tuple[Any, ...], y: torch.Tensor) -> int:
+    """Return the bytes that the operator reads and writes in addition to its matmul with the weight: it
+    adds the low-rank part and the bias to y, and dequantizes the weight."""
+    _, u, weight, scale, bias, *_ = arguments
+    moved = u.nbytes + 2 * y.nbytes
+    if scale is not None:
+        moved += weight.nbytes + scale.nbytes + workspace_bytes(arguments)
+        moved += 0 if bias is None else 2 * y.nbytes
+    return int(moved)
+
+
 class _LowRank(torch.autograd.Function):
     """The backward pass and its inputs; `_Matmul` computes y. All tensors are kept before the
     matmul runs. So a checkpointed layer, which recomputes until all kept tensors exist, skips its

@@ -2,7 +2,7 @@
 of an MLP."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -13,20 +13,23 @@ Result = TypeVar("Result")
 
 COMPUTED_FIRST = 3  # sums over pieces have their final dtype from the second piece on
 
-_IS_SAMPLED: ContextVar[bool] = ContextVar("few of many pieces are computed", default=False)
+# In the block that it returns, a piece counts so many times.
+Repeat = Callable[[int], AbstractContextManager[None]]
+_REPEAT: ContextVar[Repeat | None] = ContextVar("few of many pieces are computed", default=None)
 
 
 def compute_pieces(compute: Callable[[int], Result], count: int) -> list[Result]:
     """Return `compute(number)` of each piece; in `sampled_pieces` of a few, and one result without values
     for all others."""
-    if not _IS_SAMPLED.get():
+    repeat = _REPEAT.get()
+    others = count - COMPUTED_FIRST - 1
+    if repeat is None or others <= 0:
         return [compute(number) for number in range(count)]
-    results = [compute(number) for number in range(min(count, COMPUTED_FIRST))]
-    others = count - 1 - len(results)
-    if others > 0:
-        results += [_without_values(results[-1], others)] * others
-    if len(results) < count:  # it may be smaller
-        results.append(compute(count - 1))
+    results = [compute(number) for number in range(COMPUTED_FIRST - 1)]
+    with repeat(1 + others):
+        results.append(compute(COMPUTED_FIRST - 1))
+    results += [_without_values(results[-1], others)] * others
+    results.append(compute(count - 1))  # it may be smaller
     return results
 
 
@@ -43,11 +46,11 @@ def _without_values(result: Result, pieces: int) -> Result:
 
 
 @contextmanager
-def sampled_pieces() -> Iterator[None]:
+def sampled_pieces(repeat: Repeat) -> Iterator[None]:
     """In the block, compute only the first pieces and the last one. All others take the same memory, so
     that a plan does not take longer for longer sequences."""
-    token = _IS_SAMPLED.set(True)
+    token = _REPEAT.set(repeat)
     try:
         yield
     finally:
-        _IS_SAMPLED.reset(token)
+        _REPEAT.reset(token)

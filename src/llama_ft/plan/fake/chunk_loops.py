@@ -9,7 +9,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ class LoopMeter(Protocol):
     """Counts memory, as plan.fake.tracker.MemoryTracker."""
 
     def count_workspace(self, nbytes: int, is_kept: bool = False) -> None: ...
+    def count_moved(self, nbytes: int) -> None: ...
     def measure(self, call: "LoopCall") -> "LoopMemory": ...
 
 
@@ -38,19 +39,20 @@ class LoopMemory:
         graph: what autograd keeps.
         backward: the peak of the backward pass, in addition to what is kept and the gradient of the
             output.
+        moved_forward: what the operators of the forward pass read and write.
+        moved_backward: the same of the backward pass. Without the gradients of the whole sequence that torch
+            writes for each chunk: a GPU's kernel does not.
     """
 
     forward: int
     graph: int = 0
     backward: int = 0
+    moved_forward: int = 0
+    moved_backward: int = 0
 
     def further(self, other: "LoopMemory", share: float) -> "LoopMemory":
         """Return the use on the line through two uses: this one at 0, the other one at 1."""
-        pairs = (
-            (self.forward, other.forward),
-            (self.graph, other.graph),
-            (self.backward, other.backward),
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
         return LoopMemory(*(round(first + (second - first) * share) for first, second in pairs))
 
 
@@ -170,8 +172,10 @@ class _CountedLoop(torch.autograd.Function):
         ctx.save_for_backward(graph)
         held = output.nbytes + (use.graph if keeps else 0)
         meter.count_workspace(max(0, use.forward - held))
+        meter.count_moved(use.moved_forward)
         ctx.meter = meter
         ctx.backward_bytes = trained_use.backward
+        ctx.moved_bytes = trained_use.moved_backward
         ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in inputs]
         return output
 
@@ -179,6 +183,7 @@ class _CountedLoop(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         _ = ctx.saved_tensors  # activation checkpointing repeats the forward pass here
         ctx.meter.count_workspace(ctx.backward_bytes)
+        ctx.meter.count_moved(ctx.moved_bytes)
         needed = ctx.needs_input_grad[4:]
         gradients = [
             torch.empty(shape, dtype=dtype) if is_needed else None
