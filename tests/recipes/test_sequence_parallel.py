@@ -220,6 +220,7 @@ def test_a_killed_run_continues_on_other_ranks_as_torchrun_starts_them(
     ("flags", "expected"),
     [
         ("--batching_strategy padding", "only packed sequences can be shared"),
+        ("--objective grpo --reward reward.py:score", "the answers of objective grpo are padded"),
         ("", "1 rank cannot be divided into groups of 2"),
     ],
 )

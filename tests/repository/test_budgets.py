@@ -30,7 +30,7 @@ MOST_FILES = 12  # per folder, without __init__.py
 TOKENS = {
     "": 6200,  # datasets and objectives of extensions, generated steps, the command as it was typed, configs of a model
     "checkpoint": 11_200,
-    "config": 21_000,  # what words without a flag mean, rollouts, several scored answers, packages of stores
+    "config": 21_100,  # what words without a flag mean, rollouts, several scored answers, packages of stores
     "cpu": 4700,
     "data": 47_300,  # forms of traces, prompts of any format, shared steps; room for the format of a tutorial
     "evaluation": 3500,

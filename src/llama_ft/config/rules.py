@@ -153,6 +153,12 @@ RULES: tuple[Rule, ...] = (
         "is {}, but only packed sequences can be shared. Use batching_strategy packing, or leave it out.",
     ),
     (
+        "sequence_parallel_size",
+        lambda s: s.sequence_parallel_size > 1 and OBJECTIVES[s.objective].make_steps is not None,
+        "is {}, but the answers of objective {objective} are padded, and only packed sequences can be shared. "
+        "Leave it out.",
+    ),
+    (
         "early_stopping_patience",
         lambda s: s.early_stopping_patience and s.run_validation and not brings_validation(s),
         "has no effect without validation data. Add validation 0.05, or a file.",

@@ -220,8 +220,11 @@ def find_longest(
         UserError: the run has no packed sequences.
     """
     if request.config.data.batching_strategy != "packing":
+        is_generated = request.config.preference.entry.make_steps is not None
+        way_out = "Leave --longest out" if is_generated else "Use packing, or leave --longest out"
         raise UserError(
-            "--longest: packed sequences are planned, but batching_strategy is padding. Leave it out."
+            "--longest: packed sequences are planned, but those of this run are padded "
+            f"(batching_strategy). {way_out}."
         )
     positions = find_positions(request)
     by_ranks = dict[int, list[str]]()
