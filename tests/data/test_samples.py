@@ -51,5 +51,5 @@ def test_the_first_sample_of_the_first_batch_is_printed(chatml: PreTrainedTokeni
         prompts = describe_first_batch(batch, chatml, are_prompts=True)
         assert prompts.splitlines() == [
             "First batch: 3 prompts; only tokens of answers are in the loss:",
-            "  3 tokens: Hi yes no",
+            "  1 token: Hi",
         ]

@@ -85,3 +85,11 @@ def test_the_time_left_of_a_resumed_run_is_estimated_from_its_own_speed() -> Non
             progress.update(step, STEP)
     # 10 steps in 200 s, so 90 in 1800 s
     assert re.match(r"step +910/1000 .* left 0:30:00$", last_line(printed))
+
+
+def test_an_evaluation_by_rewards_shows_the_reward() -> None:
+    """Its loss is minus the reward."""
+    printed = io.StringIO()
+    with ProgressBar(8, console=Console(file=printed, soft_wrap=True)) as progress:
+        progress.update(8, {"eval/loss": -0.59, "eval/reward": 0.59})
+    assert last_line(printed) == "step 8/8  validation loss -0.59  reward 0.59"

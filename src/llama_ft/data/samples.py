@@ -25,33 +25,38 @@ def show_samples(
     samples: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int, are_prompts: bool = False
 ) -> None:
     """Log the first `count` samples of `samples`, a table with the columns input_ids, labels and
-    source. `are_prompts`: no token of them is in the loss."""
+    source. `are_prompts`: only their prompts are shown."""
     for sample in itertools.islice(samples, count):
         labels = sample["labels"]
-        title = f"{sample['source']}: {len(labels):,} tokens"
+        ending = ", those in the loss between [[ and ]]"
         if are_prompts:
-            labels = [IGNORED] * len(labels)
-        else:
-            title += ", those in the loss between [[ and ]]"
-        text = marked_text(sample["input_ids"], labels, tokenizer, SAMPLE_TOKENS)
+            labels = _prompt_labels(labels)
+            ending = ""
+        title = f"{sample['source']}: {len(labels):,} tokens{ending}"
+        text = marked_text(sample["input_ids"][: len(labels)], labels, tokenizer, SAMPLE_TOKENS)
         log.info(f"\n{title}\n{text}")
 
 
 def describe_first_batch(
     batch: "Batch", tokenizer: "PreTrainedTokenizerBase", are_prompts: bool = False
 ) -> str:
-    """Return two lines: a heading, and the text of the batch's first sample. `are_prompts`: no token
-    of it is in the loss."""
+    """Return two lines: a heading, and the text of the batch's first sample. `are_prompts`: only its
+    prompt is shown."""
     count = len(batch.example_lengths)
-    ids, labels = batch.examples()[0]
-    marks = labels.tolist()
+    ids, labels = (column.tolist() for column in batch.examples()[0])
     heading = f"First batch: {plural(count, 'sample')}; tokens in the loss are between [[ and ]]:"
     if are_prompts:
-        marks = [IGNORED] * len(ids)
+        labels = _prompt_labels(labels)
         heading = f"First batch: {plural(count, 'prompt')}; only tokens of answers are in the loss:"
-    text = marked_text(ids.tolist(), marks, tokenizer, BATCH_TOKENS)
+    text = marked_text(ids[: len(labels)], labels, tokenizer, BATCH_TOKENS)
     in_one_line = text.replace("\n", "\\n")
-    return f"{heading}\n  {len(ids):,} tokens: {in_one_line}"
+    return f"{heading}\n  {plural(len(labels), 'token')}: {in_one_line}"
+
+
+def _prompt_labels(labels: Sequence[int]) -> Sequence[int]:
+    """Return those of a prompt: before the first token that is in the loss, which stands in place of
+    an answer."""
+    return list(itertools.takewhile(lambda label: label == IGNORED, labels))
 
 
 def marked_text(
