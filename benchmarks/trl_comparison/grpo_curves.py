@@ -27,6 +27,7 @@ from benchmarks.trl_comparison.comparison_measures import machine
 from llama_ft.data.smollm2 import quickstart_model
 
 RESULTS = Path(__file__).parents[1] / "results" / "grpo_curves.json"
+THEIRS = Path(__file__).with_name("grpo_curves_trl.py")
 EXAMPLE = REPOSITORY / "examples" / "orders.py"
 SEEDS = (0, 1, 2)
 STEPS = 12
@@ -35,7 +36,7 @@ ANSWERS = 8  # per prompt
 LONGEST = 16  # tokens of an answer
 MICRO_BATCH = 16  # answers
 LR = 2e-4
-THREADS = 2
+THREADS = 1
 GIB = 2**30
 START = (
     "--lr 5e-4 --max_train_step 8 --batch_size_training 8 --context_length 256 --sample_tokens 0"
@@ -95,26 +96,32 @@ def train_ours(folder: Path, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
-def train_theirs(folder: Path, seed: int, steps: int, python: str) -> dict[str, Any]:
-    output = folder / f"theirs-{seed}"
+def their_job(folder: Path, output: Path, **settings: Any) -> Path:
+    """Write the file of a run of TRL, and return it."""
     output.mkdir(exist_ok=True)
     job = {
         "model": str(folder / "student"),
         "prompts": str(folder / "orders" / "train.jsonl"),
         "reward": str(EXAMPLE),
         "output": str(output),
-        "seed": seed,
-        "steps": steps,
         "lr": LR,
         "answers": PROMPTS * ANSWERS,
         "num_generations": ANSWERS,
         "micro_batch": MICRO_BATCH,
         "longest": LONGEST,
         "threads": THREADS,
+        "save_steps": 0,
+        "resume": False,
     }
-    (output / "job.json").write_text(json.dumps(job))
-    script = Path(__file__).with_name("grpo_curves_trl.py")
-    command = [python, str(script), str(output / "job.json")]
+    file = output / "job.json"
+    file.write_text(json.dumps(job | settings))
+    return file
+
+
+def train_theirs(folder: Path, seed: int, steps: int, python: str) -> dict[str, Any]:
+    output = folder / f"theirs-{seed}"
+    job = their_job(folder, output, seed=seed, steps=steps)
+    command = [python, str(THEIRS), str(job)]
     peak = run(command, output.with_suffix(".log"), {"TRL_EXPERIMENTAL_SILENCE": "1"})
     found: dict[str, Any] = read_json(output / "result.json")
     return {**found, "peak_bytes": peak}

@@ -1,4 +1,4 @@
-"""One run of TRL's GRPOTrainer for benchmarks/trl_comparison/grpo_curves.py, in TRL's environment.
+"""One run of TRL's GRPOTrainer for grpo_curves.py and grpo_kill.py, in TRL's environment.
 
 It saves its adapter, and writes the rewards, the tokens of answers and the seconds of its steps into
 result.json.
@@ -53,7 +53,8 @@ def main(job: dict[str, Any]) -> None:
         max_grad_norm=0.0,
         seed=job["seed"],
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if job["save_steps"] else "no",
+        save_steps=job["save_steps"] or 1,
         report_to=[],
         disable_tqdm=True,
     )
@@ -67,7 +68,7 @@ def main(job: dict[str, Any]) -> None:
             r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
         ),
     )
-    ended = trainer.train()
+    ended = trainer.train(resume_from_checkpoint=job["resume"])
     trainer.save_model(str(Path(job["output"], "model")))
     steps = [line for line in trainer.state.log_history if "reward" in line]
     result = {
