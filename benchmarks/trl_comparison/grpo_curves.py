@@ -179,8 +179,8 @@ def main() -> None:
     results = read_json(kept) if kept.exists() else {"machine": machine(), "runs": {}}
     if "exact_before" not in results:
         results["exact_before"] = exact_share(folder, folder / "student")
-    for seed in asked.seeds:
-        for side in asked.sides:
+    for side in asked.sides:
+        for seed in asked.seeds:
             name = f"{side}-{seed}"
             if name in results["runs"]:
                 continue
