@@ -69,10 +69,13 @@ def fields(prompt: str, answer: str, reference: str) -> float:
 
 
 def reward(prompt: str, answer: str, sample: dict[str, Any]) -> dict[str, float]:
-    """Return whether an answer is right, and its share of right fields."""
+    """Return whether an answer is right, and its share of right fields. Further fields lower it, or
+    answers would learn to go on and on."""
     reference = sample["messages"][-1]["content"]
     line = answer.strip()
-    return {"exact": float(line == reference), "fields": fields(prompt, line, reference)}
+    too_many = max(1.0, len(line.split(", ")) / len(reference.split(", ")))
+    share = fields(prompt, line, reference) / too_many
+    return {"exact": float(line == reference), "fields": share}
 
 
 if __name__ == "__main__":

@@ -52,6 +52,16 @@ def test_a_run_gives_its_validation_samples_and_its_precision(place: Path) -> No
     assert what.flags.precision == "bf16" and what.samples == "the validation set of kept (0.25)"
 
 
+def test_the_responses_of_samples_are_compared_after_a_run_on_their_prompts(place: Path) -> None:
+    """--objective grpo reads samples of any format as prompts."""
+    config = place / "kept" / "config.yaml"
+    config.write_text(config.read_text().replace("dataset_format: auto", "dataset_format: prompts"))
+    prompts = read_evaluate_flags(["kept"], "")
+    assert prompts.models[0].run is not None
+    assert prompts.models[0].run.data.dataset_format == "prompts"
+    assert prompts.config.data.dataset_format == "auto"
+
+
 def test_a_dataset_is_evaluated_whole_without_validation(place: Path) -> None:
     whole = read_evaluate_flags(["kept", "--dataset", "rows.jsonl"], "")
     assert (whole.samples, whole.config.data.validation) == ("all samples of rows.jsonl", None)

@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from llama_ft.config.home import expanded
+from llama_ft.config.objectives import PROMPTS
 from llama_ft.config.paths import base_model_of, check_paths, looks_local, model_problem
 from llama_ft.config.reading.tool_flags import check, read
 from llama_ft.config.rules import brings_validation
@@ -213,6 +214,8 @@ def _select_samples(
         raise UserError(
             f"{place}: no run with a validation set is there. Give --dataset FILE, or --tasks."
         )
+    if run.data.dataset_format == PROMPTS:  # of --objective grpo; here the responses are compared
+        changed["dataset_format"] = "auto"
     for name in given & vars(run.data).keys():
         changed[name] = getattr(flags, name)
     evaluated = dict[str, Any]()
