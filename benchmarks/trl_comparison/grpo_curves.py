@@ -1,7 +1,7 @@
 """Teach SmolLM2-135M-Instruct the orders of examples/orders.py by rewards, with recipes/finetuning.py
 and with TRL's GRPOTrainer: the same start, prompts, settings and seeds.
 
-    python benchmarks/trl_comparison/grpo_curves.py FOLDER --write      # about an hour on two cores
+    python benchmarks/trl_comparison/grpo_curves.py FOLDER --write      # about 45 minutes on two cores
 
 The start is a few steps of fine-tuning on right answers, merged. Printed per run are the rewards of its
 steps, the share of held-out orders that it answers exactly before and after (greedy, by
@@ -36,7 +36,7 @@ ANSWERS = 8  # per prompt
 LONGEST = 16  # tokens of an answer
 MICRO_BATCH = 16  # answers
 LR = 2e-4
-THREADS = 1
+THREADS = 2
 GIB = 2**30
 START = (
     "--lr 5e-4 --max_train_step 8 --batch_size_training 8 --context_length 256 --sample_tokens 0"

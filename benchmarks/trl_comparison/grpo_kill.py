@@ -27,7 +27,7 @@ STEPS = 6
 KILLED_IN = 4
 ANSWERS = 4  # per step: 2 to each of 2 prompts
 REWARD = """
-import multiprocessing, os, signal, sys
+import os, signal, sys
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,20 @@ def reward(prompt, answer, sample):
     scored = len(SCORED.read_text().splitlines())
     if scored == {last} and not SCORED.with_name("killed").exists():
         SCORED.with_name("killed").touch()
-        trainer = multiprocessing.parent_process()
-        os.kill(os.getpid() if trainer is None else trainer.pid, signal.SIGKILL)
+        os.kill(os.{trainer}(), signal.SIGKILL)
     return orders.reward(prompt, answer, sample)
 """
 
 
-def write_reward(folder: Path) -> Path:
-    """Write a reward that counts its calls in `folder`, and kills the trainer once."""
+def write_reward(folder: Path, trainer: str) -> Path:
+    """Write a reward that counts its calls in `folder`, and kills the trainer once. `trainer`: function of
+    os that gives its process id."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     last = (KILLED_IN - 1) * ANSWERS + 1
     file = folder / "rewards.py"
-    file.write_text(REWARD.format(example=str(EXAMPLE.parent), folder=str(folder), last=last))
+    values = {"example": str(EXAMPLE.parent), "folder": str(folder), "last": last}
+    file.write_text(REWARD.format(**values, trainer=trainer))
     return file
 
 
@@ -71,7 +72,7 @@ def killed_and_resumed(first: list[str], second: list[str], folder: Path) -> Non
 def ours(folder: Path) -> int:
     """Return how many answers are generated again."""
     place = folder / "killed-ours"
-    reward = write_reward(place)
+    reward = write_reward(place, "getppid")
     output = place / "run"
     flags = (
         f"--objective grpo --model_name {folder}/student --use_peft --precision fp32 --device cpu"
@@ -93,7 +94,7 @@ def ours(folder: Path) -> int:
 def theirs(folder: Path, python: str) -> int:
     """Return how many answers are generated again."""
     place = folder / "killed-theirs"
-    reward = write_reward(place)
+    reward = write_reward(place, "getpid")
     output = place / "run"
     settings: dict[str, Any] = {
         "answers": ANSWERS,
