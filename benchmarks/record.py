@@ -56,6 +56,9 @@ BENCHMARKS = {
     "speed_dpo": Benchmark(
         "benchmarks/trainers/throughput.py --objective dpo", "DPO speed against TRL", 30
     ),
+    "grpo": Benchmark(
+        "benchmarks/grpo/grpo_curves.py output/curves --steps 4 --seeds 0", "GRPO against TRL", 7
+    ),
     "images": Benchmark(
         "benchmarks/trainers/images_trl.py --families Qwen3-VL,'Gemma 3',LLaVA",
         "Fine-tuning on images against TRL",

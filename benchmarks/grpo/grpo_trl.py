@@ -1,4 +1,4 @@
-"""One run of TRL's GRPOTrainer for benchmarks/trl_comparison/grpo_comparison.py, in TRL's environment.
+"""One run of TRL's GRPOTrainer for benchmarks/grpo/grpo_comparison.py, in TRL's environment.
 
 Its answers, their log-probabilities and rewards are those of the rounds in the job, which TRL gets as
 from a sampler of the user's. Advantages, importance weights, ratios and losses are TRL's own. It

@@ -1,6 +1,6 @@
 """Count the answers that a killed run of GRPO generates again: recipes/finetuning.py and TRL's GRPOTrainer.
 
-    python benchmarks/trl_comparison/grpo_kill.py FOLDER
+    python benchmarks/grpo/grpo_kill.py FOLDER
 
 Both train SmolLM2-135M-Instruct after a few steps of fine-tuning, as in grpo_curves.py, for 6 steps of
 4 answers, and save a checkpoint every second step. They are killed (SIGKILL) when an answer of step 4 is
@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
+from benchmarks.grpo.grpo_curves import EXAMPLE, THEIRS, make_start, recipe, their_job
 from benchmarks.shared.text_files import print_columns
 from benchmarks.trainers.peers import PEERS, make_environment
-from benchmarks.trl_comparison.grpo_curves import EXAMPLE, THEIRS, make_start, recipe, their_job
 from llama_ft.extensions.rollouts.rounds import list_rounds
 
 STEPS = 6

@@ -1,7 +1,7 @@
 """Teach SmolLM2-135M-Instruct the orders of examples/orders.py by rewards, with recipes/finetuning.py
 and with TRL's GRPOTrainer: the same start, prompts, settings and seeds.
 
-    python benchmarks/trl_comparison/grpo_curves.py FOLDER --write      # about 45 minutes on two cores
+    python benchmarks/grpo/grpo_curves.py FOLDER      # about 45 minutes on two cores
 
 The start is a few steps of fine-tuning on right answers, merged. Printed per run are the rewards of its
 steps, the share of held-out orders that it answers exactly before and after (greedy, by
@@ -26,7 +26,6 @@ from benchmarks.trainers.peers import PEERS, make_environment
 from benchmarks.trl_comparison.comparison_measures import machine
 from llama_ft.data.smollm2 import quickstart_model
 
-RESULTS = Path(__file__).parents[1] / "results" / "grpo_curves.json"
 THEIRS = Path(__file__).with_name("grpo_curves_trl.py")
 EXAMPLE = REPOSITORY / "examples" / "orders.py"
 SEEDS = (0, 1, 2)
@@ -166,7 +165,6 @@ def main() -> None:
         "--sides", nargs="+", choices=("ours", "theirs"), default=("ours", "theirs")
     )
     parser.add_argument("--trl_python", help="an interpreter that has TRL; default: one is made")
-    parser.add_argument("--write", action="store_true", help=f"write results/{RESULTS.name}")
     asked = parser.parse_args()
     folder = asked.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,8 +190,6 @@ def main() -> None:
             results["runs"][name] = one
             kept.write_text(json.dumps(results, indent=1) + "\n")
     print_columns(table(results))
-    if asked.write:
-        RESULTS.write_text(kept.read_text())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compare losses and gradients of --objective grpo with those of TRL's GRPOTrainer, on the same rounds.
 
-    python benchmarks/trl_comparison/grpo_comparison.py
+    python benchmarks/grpo/grpo_comparison.py
 
 A tiny random Llama with a LoRA adapter takes two steps of SGD in fp32 on the answers that it has
 sampled. TRL takes the same two steps from the same adapter on the stored answers: for each loss,

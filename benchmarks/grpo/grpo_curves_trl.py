@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def read_prompts(file: str) -> Dataset:
-    """Return chats without their last message, and each whole sample beside it."""
+    """Return chats without their last message, and each whole sample with each."""
     samples = [json.loads(line) for line in Path(file).read_text().splitlines()]
     rows = [{"prompt": one["messages"][:-1], "sample": json.dumps(one)} for one in samples]
     return Dataset.from_list(rows)
