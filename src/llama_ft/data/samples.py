@@ -53,7 +53,7 @@ def describe_first_batch(
     return f"{heading}\n  {plural(len(labels), 'token')}: {in_one_line}"
 
 
-def _prompt_labels(labels: Sequence[int]) -> Sequence[int]:
+def _prompt_labels(labels: Sequence[int]) -> list[int]:
     """Return those of a prompt: before the first token that is in the loss, which stands in place of
     an answer."""
     return list(itertools.takewhile(lambda label: label == IGNORED, labels))
