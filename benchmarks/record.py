@@ -59,6 +59,7 @@ BENCHMARKS = {
     "grpo": Benchmark(
         "benchmarks/grpo/grpo_curves.py output/curves --steps 4 --seeds 0", "GRPO against TRL", 7
     ),
+    "grpo_losses": Benchmark("benchmarks/grpo/grpo_comparison.py", "Losses of GRPO against TRL", 6),
     "images": Benchmark(
         "benchmarks/trainers/images_trl.py --families Qwen3-VL,'Gemma 3',LLaVA",
         "Fine-tuning on images against TRL",
@@ -80,6 +81,9 @@ BENCHMARKS = {
     "checkpoints": Benchmark("benchmarks/checkpoints/checkpoint.py", "Checkpoints", 15),
     "uploads": Benchmark("benchmarks/checkpoints/uploads.py", "Saves with object storage", 5),
     "kills": Benchmark("benchmarks/checkpoints/crash.py", "Resuming after kills", 60),
+    "rollout_kills": Benchmark(
+        "benchmarks/checkpoints/rollout_crash.py --kills 20", "Resuming GRPO after kills", 10
+    ),
     "successors": Benchmark(
         "benchmarks/checkpoints/successors.py --cases 50", "Successors that start too early", 30
     ),

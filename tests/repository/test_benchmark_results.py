@@ -31,6 +31,7 @@ WITHOUT_A_FILE = {
     "Plans against published figures of other tools", "Loading", "Packing", "Checkpoints", "Resuming after kills",
     "Resuming from object storage after kills", "Start-up", "Padding against TRL", "Successors that start too early",
     "Resuming from object storage that gives wrong answers", "GRPO against TRL",
+    "Resuming GRPO after kills", "Losses of GRPO against TRL",
 }  # fmt: skip
 # A section, in this order. Those of OTHERS may lack a part.
 PARTS = ("**Compared:**", "```bash", "**Measured:**", "**Result:**")
