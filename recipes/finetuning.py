@@ -277,4 +277,3 @@ def export(run: TrainingRun, built: models.BuiltModel, tokenizer: PreTrainedToke
 
 if __name__ == "__main__":
     fire.Fire(main)
-    runtime.end_process()

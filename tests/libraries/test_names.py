@@ -25,7 +25,6 @@ LISTED = {name.name for name in listed_names()}
 MODULES = {part for name in listed_names() for part in name.owner.split(".")}
 # Private names of Python, and of torch's documentation
 OF_PYTHON = {"_replace", "_asdict", "_exit", "_current_frames", "_check_buffer"}
-OF_PYTHON |= {"_shutdown", "_run_exitfuncs"}  # what the interpreter calls when it ends
 # Functions that take the name of an attribute as a text
 BY_TEXT = {"getattr", "setattr", "hasattr", "delattr", "get", "object", "private", "require"}
 PUBLIC_MODULES = {

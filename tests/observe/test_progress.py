@@ -92,4 +92,4 @@ def test_an_evaluation_by_rewards_shows_the_reward() -> None:
     printed = io.StringIO()
     with ProgressBar(8, console=Console(file=printed, soft_wrap=True)) as progress:
         progress.update(8, {"eval/loss": -0.59, "eval/reward": 0.59})
-    assert last_line(printed) == "step 8/8  validation loss -0.59  reward 0.59"
+    assert last_line(printed) == "step 8/8  validation loss -0.59  mean reward 0.59"

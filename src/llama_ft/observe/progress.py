@@ -25,7 +25,7 @@ VALIDATION_NAMES = {
     "eval/perplexity": "perplexity",
     "eval/rewards/accuracies": "accuracy",
     "eval/score": "score",
-    "eval/reward": "reward",
+    "eval/reward": "mean reward",
 }
 OF_A_SET = re.compile(r"eval/(\w+)/(loss|score)")  # a validation set with a name
 # Keys with another beginning were added in the recipe, and are shown as they are.

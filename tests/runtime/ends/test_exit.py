@@ -158,29 +158,3 @@ def test_other_ranks_wait_for_the_first_process_of_a_node_longer_than_the_timeou
     assert re.findall("^rank.*", finished.output, re.M) == [
         f"rank {r} is first or finds it done: True" for r in (0, 1)
     ]
-
-
-ENDING = """
-import atexit, threading, time
-from llama_ft.runtime import end_process
-
-def work():
-    time.sleep(0.2)
-    print("the thread ends", end=" ")
-
-atexit.register(print, "and what is registered is called")
-threading.Thread(target=work).start()
-print("unflushed", end=", ")
-end_process()
-"""
-
-
-def test_a_program_that_ends_waits_for_threads_and_calls_what_is_registered(
-    tmp_path: Path,
-) -> None:
-    script = tmp_path / "ending.py"
-    script.write_text(ENDING)
-    finished = forked(script)
-    assert finished.exit_code == 0
-    expected = "unflushed, the thread ends and what is registered is called\n"
-    assert finished.output == expected

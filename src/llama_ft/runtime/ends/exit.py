@@ -6,7 +6,6 @@ be ended. If a rank dies, its peers see only a broken connection. They wait, so 
 knows the cause can write first.
 """
 
-import atexit
 import json
 import os
 import resource
@@ -211,17 +210,6 @@ def exit_process(error: BaseException, context: ExitContext) -> NoReturn:
         with suppress(OSError):
             stream.flush()
     os._exit(exit_code)  # destructors of a broken process group can wait for dead peers
-
-
-def end_process() -> NoReturn:
-    """End this program with exit code 0 as the interpreter does, but without taking all modules apart:
-    that takes 2 s of a core."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(0)
 
 
 def _find_cause(error: BaseException, context: ExitContext) -> BaseException:
