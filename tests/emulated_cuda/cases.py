@@ -39,9 +39,17 @@ COMMON = (
     "--no_plan --run_validation false --activation_checkpointing off --save_every_epoch false --save_model false "
     "--use_liger false --overwrite"
 )
-GPU_ONLY = ("--activation_offload", "--fsdp_cpu_offload")  # flags
+GRPO = (
+    "--prompts_per_step 2 --num_generations 4 --max_completion_length 8 --generate_batch_size 4 "
+    "--batch_size_training 4 --precision fp32"
+)
+GPU_ONLY = ("--activation_offload", "--fsdp_cpu_offload", "--int8_threshold")  # flags
 PADDED = "--batching_strategy padding --batch_size_training 2"
 LENGTHS = [30, 60, 50, 40, 20, 70, 33, 90]  # tokens of the samples
+REWARD = """
+def letters(prompt, answer, sample):
+    return sum(character.isalpha() for character in answer) / 8
+"""
 VOCABULARY = 200  # of the samples' tokens
 PUBLISHED: dict[str, tuple[Any, ...]] = {
     "FP8": ("llama", published.LLAMA, published.fp8_note(), published.in_blocks),
@@ -65,6 +73,7 @@ class Case(NamedTuple):
     capability: float = 9.0
     ranks: int = 1
     is_random: bool = False  # draws other random numbers on a GPU
+    records: str = "step"  # or sampling, which is no part of a step here
 
     def words(self, folder: Path) -> list[str]:
         """Return the flags of the recipe. Models and samples are made in `folder`."""
@@ -75,7 +84,21 @@ class Case(NamedTuple):
         if self.teacher:
             words += ["--teacher_model", str(make_model(folder / self.teacher, self.teacher))]
         own = shlex.split(self.flags)
-        return [*words, *_without(shlex.split(COMMON), own), *own]
+        common = _without(shlex.split(COMMON), own)
+        if self.is_grpo:
+            reward = make_samples(folder / "reward.py")
+            common = _without(common, ["--gradient_accumulation_steps", "--batch_size_training"])
+            common += ["--reward", f"{reward}:letters", *shlex.split(GRPO)]
+        return [*words, *common, *own]
+
+    @property
+    def is_grpo(self) -> bool:
+        return "--objective grpo" in self.flags
+
+    @property
+    def compares(self) -> str:
+        """The key of the number that must be the CPU's. The loss of GRPO is near 0."""
+        return "train/grad_norm" if self.is_grpo else "train/loss"
 
     @property
     def is_exact(self) -> bool:
@@ -150,6 +173,9 @@ def make_samples(file: Path) -> Path:
             return gpu_models.make_samples(file, [128] * 8, VOCABULARY)
         case "pairs.jsonl":
             return gpu_models.make_pairs(file, 8)
+        case "image_pairs.jsonl":
+            image_models.write_samples(file.parent)
+            return write_jsonl(file, _image_pairs())
         case "answers.jsonl":
             return write_jsonl(file, _answers())
         case "rated.jsonl":
@@ -157,11 +183,26 @@ def make_samples(file: Path) -> Path:
             return write_jsonl(file, rows)
         case "chats.jsonl":
             return image_models.write_samples(file.parent)
+        case "prompts.jsonl":
+            return write_jsonl(file, [{"prompt": "ab" * (n + 1)} for n in range(4)])
+        case "reward.py":
+            file.write_text(REWARD)
+            return file
     raise ValueError(f"there are no samples {file.name}")
 
 
 def _answers() -> list[dict[str, Any]]:
     return [{"prompt": "ab" * (n + 1), "completion": "cd" * (9 - n)} for n in range(8)]
+
+
+def _image_pairs() -> list[dict[str, Any]]:
+    pairs = []
+    for number in range(4):
+        image = {"type": "image", "image": f"{number}.png"}
+        question = {"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]}
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("Noise.", "No"))
+        pairs.append({"prompt": [question], "chosen": chosen, "rejected": rejected})
+    return pairs
 
 
 def run_job(folder: Path, cases: dict[str, Any], ranks: int = 1) -> dict[str, list[Any]]:
@@ -187,6 +228,8 @@ def run_recipe(folder: Path, names: list[str]) -> dict[str, list[Any]]:
             "capability": case.capability_pair,
             "flags": words,
             "exact flags": in_fp32 if case.is_exact else None,
+            "records": case.records,
+            "compares": case.compares,
             "flags on the CPU": _without(words if has_bf16 else in_fp32, GPU_ONLY),
         }
     return run_job(folder, cases, CASES[names[0]].ranks)

@@ -1,8 +1,8 @@
 """Runs every case of cases.json on an emulated GPU, and writes into results-RANK.json what it did:
 python job.py FOLDER/cases.json
 
-A case is recipes/finetuning.py with flags, of whose second step launches and waits are recorded, or
-a snippet of Python."""
+A case is recipes/finetuning.py with flags, or a snippet of Python. Launches and waits are recorded of
+the second step without the sampling of answers, or of the second sampling alone."""
 
 import json
 import os
@@ -13,19 +13,21 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from conftest import RECIPE, load_script, losses
+from conftest import RECIPE, load_script, series
 from emulated_cuda.device import load_guard
 from emulated_cuda.recorder import RECORDER
 from emulated_cuda.torch_cuda import emulated
 
 from llama_ft.config.reading.parse import as_keywords
+from llama_ft.extensions.rollouts.sampling import OwnSampler
 from llama_ft.observe import flops
 from llama_ft.runtime import process_group
 
-RECORDED_STEP = 2  # the first one also makes the optimizer's states
+RECORDED_CALL = 2  # the first step also makes the optimizer's states
 GPU = int(os.environ.get("LOCAL_RANK", "0"))
 GPUS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -35,27 +37,29 @@ def raise_error(error: BaseException, _: Any) -> NoReturn:
     raise error
 
 
-def recorded(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Record what one of the steps does."""
-    steps = 0
+def recorded(function: Callable[..., Any], is_wanted: bool) -> Callable[..., Any]:
+    """Record what one of the calls does; nothing if it is not wanted."""
+    calls = 0
 
-    @wraps(train_step)
-    def step(*args: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        with RECORDER.recording(steps == RECORDED_STEP):
-            return train_step(*args)
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        with RECORDER.recording(is_wanted and calls == RECORDED_CALL):
+            return function(*args)
 
-    return step
+    return call
 
 
-def run_recipe(flags: list[str], device: str, output: Path) -> list[float]:
-    """Return the losses of a run."""
+def run_recipe(case: dict[str, Any], flags: list[str], device: str, output: Path) -> list[float]:
+    """Return the compared number of each step."""
     finetuning = load_script(RECIPE)
-    finetuning.train_step = recorded(finetuning.train_step)
+    is_sampling = case["records"] == "sampling"
+    finetuning.train_step = recorded(finetuning.train_step, not is_sampling)
     flags = [*flags, "--device", device, "--output_dir", str(output)]
-    finetuning.main(**as_keywords(flags))
-    return losses(output)
+    with patch.object(OwnSampler, "sample", recorded(OwnSampler.sample, is_sampling)):
+        finetuning.main(**as_keywords(flags))
+    return series(output, case["compares"])
 
 
 def run_case(name: str, case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -70,15 +74,15 @@ def run_case(name: str, case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 with RECORDER.recording():
                     exec(case["snippet"], {"torch": torch})
             else:
-                result["losses"] = run_recipe(case["flags"], "cuda", folder / "gpu" / name)
+                result["losses"] = run_recipe(case, case["flags"], "cuda", folder / "gpu" / name)
         result["launches"] = dict(RECORDER.launches)
         result["waits"] = dict(RECORDER.waits)
         result["problems"] = dict(RECORDER.problems)
         if exact := case.get("exact flags"):
             with emulated(tuple(case["capability"]), GPU, GPUS):
-                result["losses in fp32"] = run_recipe(exact, "cuda", folder / "fp32" / name)
+                result["losses in fp32"] = run_recipe(case, exact, "cuda", folder / "fp32" / name)
         if flags := case.get("flags on the CPU"):
-            result["losses on the CPU"] = run_recipe(flags, "cpu", folder / "cpu" / name)
+            result["losses on the CPU"] = run_recipe(case, flags, "cpu", folder / "cpu" / name)
     except (Exception, SystemExit):
         if GPUS > 1:  # the other ranks would wait
             raise

@@ -42,6 +42,8 @@ SLOW = [
     "DPO",
     "KTO",
     "distillation",
+    "GRPO",
+    "GRPO, sampling",
     "scored answers",
     "experts, LoRA",
     "experts, QLoRA",

@@ -34,7 +34,7 @@ from llama_ft.extensions.rollouts.rounds import Answer, Prompt
 from llama_ft.inference.load import LoadedModel
 from llama_ft.models import vocabulary_size
 from llama_ft.models.sharding.kept_units import units_kept_if_they_fit
-from llama_ft.runtime import Ranks, Stopped
+from llama_ft.runtime import Ranks, Stopped, sent
 from llama_ft.training import free_unsharded
 from llama_ft.training.evaluation import prompt_arguments
 
@@ -209,6 +209,7 @@ class OwnSampler:
                 logits_processor=LogitsProcessorList([choose]),
                 synced_gpus=self._ranks.shard.size > 1,
             )
+        choose.check()
         tokens = torch.stack(choose.tokens, dim=1).cpu().numpy()
         logprobs = torch.stack(choose.logprobs, dim=1).cpu().numpy()
         answers = {}
@@ -261,7 +262,7 @@ class ChooseTokens:
         self, seeds: list[int], longest: int, sampling: Sampling, prompt_ids: torch.Tensor
     ) -> None:
         rows = [numpy.random.Generator(numpy.random.Philox(seed)).random(longest) for seed in seeds]
-        self._uniforms = torch.from_numpy(numpy.stack(rows)).to(prompt_ids.device)
+        self._uniforms = sent(torch.from_numpy(numpy.stack(rows)), prompt_ids.device)
         self._temperature = sampling.temperature
         self.width = prompt_ids.shape[1]
         self._warpers = LogitsProcessorList()
@@ -271,13 +272,11 @@ class ChooseTokens:
             self._warpers.append(TopPLogitsWarper(sampling.top_p))
         self.tokens = list[torch.Tensor]()
         self.logprobs = list[torch.Tensor]()
+        self._are_finite = list[torch.Tensor]()
 
     def __call__(self, tokens: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
         # a single -inf is allowed: it excludes a token
-        if not logits.amax(dim=-1).isfinite().all():
-            raise RunFailure(
-                "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
-            )
+        self._are_finite.append(logits.amax(dim=-1).isfinite().all())
         logits = logits.float() / self._temperature
         logits = self._warpers(tokens, logits)
         logprobs = logits.log_softmax(dim=-1)
@@ -291,6 +290,14 @@ class ChooseTokens:
         self.tokens.append(chosen.squeeze(1))
         self.logprobs.append(logprobs.gather(1, chosen).squeeze(1))
         return torch.full_like(logits, -torch.inf).scatter(1, chosen, 0.0)
+
+    def check(self) -> None:
+        """Raise a RunFailure if the logits of a token were not finite. After the last token: the host
+        waits for the device."""
+        if not torch.stack(self._are_finite).all():
+            raise RunFailure(
+                "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
+            )
 
 
 def positions(config: Any) -> int:
