@@ -27,10 +27,20 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `import benchmarks`
 
 from benchmarks.gpu import gpu_kernels
-from benchmarks.gpu.gpu_bench import REPOSITORY, Bench, Row, end_descendants, failed_row, left_out
+from benchmarks.gpu.gpu_bench import (
+    ON_GPU,
+    REPOSITORY,
+    Bench,
+    Row,
+    end_descendants,
+    failed_row,
+    left_out,
+)
 from benchmarks.gpu.gpu_cases import (
     cases,
     compiled,
@@ -66,6 +76,12 @@ def computed(part: str, bench: Bench) -> Iterator[Row]:
             yield Row(part, case.name, expected, record["found"], record["ok"])
 
 
+def device(_: Bench) -> Iterator[Row]:
+    """Name the GPU, which `start` does, too: rows of a file belong to the GPU that is named before."""
+    if ON_GPU:
+        yield Row("start", "device", "a GPU", torch.cuda.get_device_name(), True)
+
+
 RUNS = (
     *(waits, lora8b, cases),
     *(methods, full, quant8b, compiled),
@@ -76,6 +92,7 @@ RUNS = (
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     **{part: partial(computed, part) for part in gpu_kernels.PARTS},
     **{part.__name__: part for part in RUNS},
+    "device": device,
 }
 # parts, and seconds after which nothing starts and the running case is killed
 COMMANDS: dict[int, tuple[str, float]] = {
@@ -150,15 +167,16 @@ def main() -> int:
     bench = Bench(given.output.resolve(), given.scratch.resolve(), seconds)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes, too
     with open(bench.output / "failed.log", "a") as log:
-        end = threading.Timer(seconds + SECONDS_TO_END, end_all, [log])
+        end = threading.Timer(seconds + SECONDS_TO_END, end_all, [log, bench.output])
         end.daemon = True
         end.start()
         # if a library does not let go of Python's lock; gpu_child.py's processes end with this one
         faulthandler.dump_traceback_later(seconds + 1.5 * SECONDS_TO_END, exit=True, file=log)
-        rows = list(run_parts(bench, names.split(",")))
+        parts = names.split(",")
+        rows = list(run_parts(bench, parts if "start" in parts else ["device", *parts]))
         end.cancel()
         faulthandler.cancel_dump_traceback_later()
-    (bench.output / "not_checked.txt").write_text(f"{not_checked(read_rows(bench.output))}\n")
+    write_not_checked(bench.output)
     wrong = [row for row in rows if row.ok is False]
     skipped = [row for row in rows if row.ok is None]
     print(f"{len(rows) - len(wrong) - len(skipped)} of {len(rows) - len(skipped)} checks hold")
@@ -169,11 +187,17 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def end_all(log: TextIO) -> None:
+def write_not_checked(output: Path) -> None:
+    """Write what no result in a folder has checked on a GPU."""
+    (output / "not_checked.txt").write_text(f"{not_checked(read_rows(output))}\n")
+
+
+def end_all(log: TextIO, output: Path) -> None:
     """End this process, which hangs, and all that it has started."""
     print("ended: a part has not come to an end", flush=True)
     faulthandler.dump_traceback(log)
     end_descendants(os.getpid())
+    write_not_checked(output)
     os._exit(1)
 
 
@@ -191,7 +215,7 @@ def run_parts(bench: Bench, names: list[str]) -> Iterator[Row]:
 
 def run_part(bench: Bench, name: str) -> Iterator[Row]:
     """Run one part, unless the time is up."""
-    if bench.seconds_left < SECONDS_FOR_A_PART:
+    if bench.seconds_left < SECONDS_FOR_A_PART and name != "device":
         yield left_out(name, "all of it")
     else:
         yield from bench.guarded(name, "runs", PARTS[name](bench))

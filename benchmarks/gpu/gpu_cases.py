@@ -170,10 +170,21 @@ def further(bench: Bench) -> Iterator[Row]:
 
 
 def _methods(bench: Bench, part: str, runs: dict[str, Method]) -> Iterator[Row]:
-    flags = {name: _method_flags(bench, method) for name, method in runs.items()}
-    bases = {name: name for name in runs}
+    flags: dict[str, list[str]] = {}
+    for name, method in runs.items():
+        # Pillow may be missing, or a class of Transformers
+        yield from bench.guarded(part, name, _make_inputs(bench, name, method, flags))
+    bases = {name: name for name in flags}
     limits = {name: method.limit for name, method in runs.items()}
     yield from _beside_the_cpu(bench, part, flags, bases, limits)
+
+
+def _make_inputs(
+    bench: Bench, name: str, method: Method, flags: dict[str, list[str]]
+) -> Iterator[Row]:
+    """Make the model and the samples of a method, and put its flags into `flags`."""
+    flags[name] = _method_flags(bench, method)
+    yield from ()
 
 
 def compiled(bench: Bench) -> Iterator[Row]:

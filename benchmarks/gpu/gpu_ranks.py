@@ -39,19 +39,15 @@ def two_ranks(bench: Bench) -> Iterator[Row]:
         if bench.seconds_left < SECONDS_PER_LAUNCH / 2:
             yield left_out("two_ranks", run_name(name))
             continue
-        common = [
-            *bench.tiny(model, samples),
-            "--max_train_step",
-            "3",
-            "--save_every_epoch",
-            "false",
-        ]
-        row = _beside_one_rank(bench, name, common, flags)
-        yield from bench.guarded("two_ranks", name, row)
+        row = _beside_one_rank(bench, name, (model, samples), flags)
+        yield from bench.guarded("two_ranks", run_name(name), row)
 
 
-def _beside_one_rank(bench: Bench, name: str, common: list[str], flags: list[str]) -> Iterator[Row]:
+def _beside_one_rank(
+    bench: Bench, name: str, inputs: tuple[str, str], flags: list[str]
+) -> Iterator[Row]:
     run = run_name(name)
+    common = [*bench.tiny(*inputs), "--max_train_step", "3", "--save_every_epoch", "false"]
     command = [*torchrun_command(2), str(RECIPES / "finetuning.py"), *common, *flags]
     command += ["--device", DEVICE, "--output_dir", str(bench.scratch / run)]
     exit_code, printed = bench.run_command(run, command, SECONDS_PER_LAUNCH)

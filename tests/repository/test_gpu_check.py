@@ -2,6 +2,8 @@
 so been run."""
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from conftest import load_script
 from forked import REPOSITORY, Finished, forked, start_forked
 
 SCRIPT = REPOSITORY / "benchmarks" / "gpu_check.py"
@@ -66,6 +70,24 @@ def test_the_page_has_the_list_of_what_no_gpu_has_checked() -> None:
     finished = forked(SCRIPT, "--not_checked")
     assert finished.exit_code == 0, finished.output
     assert finished.output.strip() in PAGE.read_text()
+
+
+def test_the_rows_of_a_command_without_start_name_the_gpu_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = load_script(SCRIPT)
+    monkeypatch.setattr(check, "ON_GPU", True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    command = ["gpu_check", "--only", "oom", "--seconds", "5", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--scratch", str(tmp_path / "scratch")])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name in ("OMP_NUM_THREADS", "PYTHONPATH"):  # `main` sets them for its processes
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    assert check.main() == 0
+    rows = [json.loads(line) for line in (tmp_path / "gpu_check.jsonl").read_text().splitlines()]
+    assert [row["claim"] for row in rows] == ["device", "all of it"]
+    assert rows[0]["found"] == "NVIDIA L4"
+    assert check.read_rows(tmp_path) == rows
 
 
 def test_what_holds_on_a_gpu_leaves_the_list(tmp_path: Path) -> None:
