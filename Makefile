@@ -55,7 +55,7 @@ comparison: $(VENV)/.installed $(VENV)/.smollm2
 	$(BIN)/python benchmarks/trl_comparison/comparison.py --folder $(COMPARISON) --methods $(METHODS)
 
 # The benchmarks of docs/development/benchmarks.md, each into benchmarks/results/, on a machine that does nothing else.
-# Estimated minutes on two cores: planned 15, speed 60, preferences 20, speed_dpo 30, grpo 7, grpo_losses 6, images 3, padding 10,
+# Estimated minutes on two cores: planned 15, speed 60, preferences 20, speed_dpo 30, grpo 25, grpo_losses 6, images 3, padding 10,
 # optimizations 30, experts 5, scaling 30, other_tools 10, sequences 30, tiles 5, loading 20, data 15, checkpoints 15, uploads 5, kills 60,
 # rollout_kills 10, successors 30, store_kills 20, store_lies 30, start 5.
 # One alone: make benchmarks ONLY=start

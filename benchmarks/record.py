@@ -56,9 +56,7 @@ BENCHMARKS = {
     "speed_dpo": Benchmark(
         "benchmarks/trainers/throughput.py --objective dpo", "DPO speed against TRL", 30
     ),
-    "grpo": Benchmark(
-        "benchmarks/grpo/grpo_curves.py output/curves --steps 4 --seeds 0", "GRPO against TRL", 7
-    ),
+    "grpo": Benchmark("benchmarks/grpo/grpo_curves.py output/curves", "GRPO against TRL", 25),
     "grpo_losses": Benchmark("benchmarks/grpo/grpo_comparison.py", "Losses of GRPO against TRL", 6),
     "images": Benchmark(
         "benchmarks/trainers/images_trl.py --families Qwen3-VL,'Gemma 3',LLaVA",

@@ -22,7 +22,6 @@ import argparse
 import json
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -39,7 +38,7 @@ from forked import Running, start_forked
 from local_server import serve
 from lora_server import LoraServer
 
-from benchmarks.checkpoints import crash
+from benchmarks.checkpoints import crash, store_crash
 from llama_ft.checkpoint import complete_checkpoints
 from llama_ft.errors import UserError
 from llama_ft.extensions.rollouts.rounds import list_rounds, read_round
@@ -134,17 +133,6 @@ def reaches(running: Running, run: Path, startup_seconds: float, chance: random.
     return is_reached and crash.pause(chance.uniform(0, MOST_SECONDS))
 
 
-def kill(running: Running, chance: random.Random) -> bool:
-    """SIGKILL to all ranks in a random order. False if they had ended by themselves."""
-    ranks = list(running.processes)
-    chance.shuffle(ranks)
-    for process in ranks:
-        process.kill()
-        time.sleep(chance.choice((0, chance.uniform(0, MOST_SECONDS))))
-    running.wait(timeout=60)
-    return any(process.exit_code == -signal.SIGKILL for process in ranks)
-
-
 def moment(run: Path) -> str:
     """What a run was doing when it was killed, by what it has left."""
     names = [path.name for path in (run / "rollouts").glob("*")]
@@ -220,7 +208,7 @@ class Crashes:
             is_killed = (
                 self.kills < self.wanted
                 and reaches(running, run, startup_seconds, self.chance)
-                and kill(running, self.chance)
+                and store_crash.kill_ranks(running, self.chance)
             )
             if not is_killed and running.wait(SECONDS) != 0:
                 return [

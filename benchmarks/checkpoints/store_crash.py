@@ -125,8 +125,8 @@ class WatchedServer:
 
 
 def kill_ranks(running: Running, chance: random.Random) -> bool:
-    """SIGKILL to both ranks in a random order. False if both had ended by themselves: at the end,
-    rank 0 still uploads the report when the other has left."""
+    """SIGKILL to all ranks in a random order. False if all had ended by themselves: at the end,
+    rank 0 still uploads the report when the others have left."""
     ranks = list(running.processes)
     chance.shuffle(ranks)
     for process in ranks:

@@ -1,7 +1,7 @@
 """Teach SmolLM2-135M-Instruct the orders of examples/orders.py by rewards, with recipes/finetuning.py
 and with TRL's GRPOTrainer: the same start, prompts, settings and seeds.
 
-    python benchmarks/grpo/grpo_curves.py FOLDER      # about 45 minutes on two cores
+    python benchmarks/grpo/grpo_curves.py FOLDER      # about 25 minutes on two cores
 
 The start is a few steps of fine-tuning on right answers, merged. Printed per run are the rewards of its
 steps, the share of held-out orders that it answers exactly before and after (greedy, by

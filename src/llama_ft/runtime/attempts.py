@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llama_ft.processes import replace_text
-from llama_ft.runtime.gather import gather
+from llama_ft.runtime.rendezvous import gather
 
 _STARTS = itertools.count()  # a script can start several runs in one process
 

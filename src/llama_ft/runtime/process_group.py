@@ -38,8 +38,7 @@ from llama_ft.runtime.ends.exit import (
 from llama_ft.runtime.ends.signals import StopSignals
 from llama_ft.runtime.ends.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
-from llama_ft.runtime.gather import gather
-from llama_ft.runtime.rendezvous import meet, set_timeout, store_of_given_group
+from llama_ft.runtime.rendezvous import gather, meet, set_timeout, store_of_given_group
 from llama_ft.runtime.run_lock import RunLock
 from llama_ft.runtime.sequence import SequenceRank, share_sequences
 from llama_ft.runtime.target import Target, computing_on
@@ -227,19 +226,17 @@ class Ranks:
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
-    def check_stop(self, works: bool = True) -> bool:
+    def check_stop(self) -> None:
         """Abandon an evaluation if a signal has asked any rank to stop. --stop_after waits for its
-        end. All ranks must call it together; it does not wait for the device. Return whether any rank
-        works: one that only waits for others calls it again until none does.
+        end. All ranks must call it together; it does not wait for the device.
 
         Raises:
             Stopped: on all ranks.
         """
-        numbers = self.all_gather_floats(self.signals.request(), works)
-        stop = self.signals.agreed(numbers[:, 0])
+        requests = self.all_gather_floats(self.signals.request())
+        stop = self.signals.agreed(requests[:, 0])
         if stop is not None and stop.exit_code != 0:
             raise Stopped(stop)
-        return bool(numbers[:, 1].any())
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean over all ranks, without gradient, on the value's device. All ranks must

@@ -1,4 +1,5 @@
-"""Wait for all ranks at the start, and return the store that they share."""
+"""What processes do together before there are Ranks: wait for all at the start and share a store, and
+gather objects."""
 
 import os
 import sys
@@ -6,6 +7,7 @@ import threading
 import time
 import uuid
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
@@ -14,6 +16,7 @@ from llama_ft.errors import LostRank
 
 SECONDS_TO_NOTICE = 30.0  # until a rank says that it waits for others at the start
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
+T = TypeVar("T")
 
 
 def store_of_given_group() -> dist.Store:
@@ -49,6 +52,18 @@ def meet(
         return _meet_within(rank, world_size, timeout, name)
     finally:
         notice.cancel()
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of each rank, by rank. All ranks must call it. `Ranks.gather` is the same.
+
+    Args:
+        value: this rank's; anything that pickle can copy.
+        group: the process group whose ranks call it; None: all ranks.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _print_waiting(rank: int, world_size: int) -> None:

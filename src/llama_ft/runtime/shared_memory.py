@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import RunFailure
-from llama_ft.runtime.gather import gather
+from llama_ft.runtime.rendezvous import gather
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROCESS_NAMESPACE = Path("/proc/self/ns/pid")

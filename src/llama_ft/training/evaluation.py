@@ -6,10 +6,9 @@ import math
 import os
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +44,7 @@ from llama_ft.models.sharding.kept_units import (
     units_kept_if_they_fit,
 )
 from llama_ft.runtime import Ranks, log
+from llama_ft.runtime.rank0 import on_rank0
 from llama_ft.training.objectives.base import Objective, logged_means
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
@@ -362,7 +362,8 @@ def answer_prompts(
     model.generation_config = config
     longest = longest_answer(model, prompts, new_tokens)
     try:
-        texts = _same_answers(built, tokenizer, prompts, longest, layout, ranks)
+        generator = AnswerGenerator(built, tokenizer, layout.media, ranks)
+        texts = generator.same(prompts, longest)
     finally:
         model.generation_config = before
     answers = []
@@ -413,88 +414,79 @@ def towers_in_root(model: PreTrainedModel, media: Media | None) -> AbstractConte
     return nullcontext() if media is None else media.towers_in_root(model)
 
 
-@torch.no_grad()
-def generate_batch(
-    built: BuiltModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-    new_tokens: int,
-    layout: BatchLayout,
-    ranks: Ranks,
-) -> list[str]:
-    """Return the model's answers to prompts in one batch, without special tokens and white space
-    around them. All ranks must call it equally often.
+@dataclass(frozen=True)
+class AnswerGenerator:
+    """Generates the model's answers to prompts in one batch: texts without special tokens and white
+    space around them.
 
-    Args:
+    Attributes:
         built: the model, in training mode, also afterwards. Its generation_config says how to generate,
             with a list of the tokens that end an answer.
         tokenizer: decodes the answers.
-        prompts: token ids of each.
-        new_tokens: maximum number of tokens in an answer.
-        layout: of batches: what makes tensors of what is not text.
+        media: what makes tensors of what is not text, if there is any.
         ranks: the ranks.
-
-    Raises:
-        Stopped: a signal has asked to stop; the answers are abandoned.
     """
-    with evaluating(built.model), units_kept_if_they_fit(built, ranks):
-        # ranks whose answers have ended must join the all-gathers of weights
-        is_synced = ranks.world_size > 1
-        answers = _generate(built.model, prompts, new_tokens, layout.media, ranks, is_synced)
-    return _texts(answers, tokenizer, built.model)
 
+    built: BuiltModel
+    tokenizer: PreTrainedTokenizerBase
+    media: Media | None
+    ranks: Ranks
 
-def _same_answers(
-    built: BuiltModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-    new_tokens: int,
-    layout: BatchLayout,
-    ranks: Ranks,
-) -> list[str]:
-    """Return the same as `generate_batch` for prompts that are the same on all ranks. Rank 0 generates
-    the answers, and the others wait, if all units can be unsharded for so long."""
-    answers = list[list[int]]()
-    with evaluating(built.model), all_unsharded_if_they_fit(built, ranks) as are_unsharded:
-        if not are_unsharded:
-            return generate_batch(built, tokenizer, prompts, new_tokens, layout, ranks)
-        if ranks.is_main:
-            answers = _generate(built.model, prompts, new_tokens, layout.media, ranks, False)
-        while ranks.check_stop(works=False):
-            pass  # one call per token of rank 0
-    return ranks.broadcast_from_rank0(lambda: _texts(answers, tokenizer, built.model))
+    def own(self, prompts: list[list[int]], new_tokens: int) -> list[str]:
+        """Return the answers to this rank's prompts. All ranks must call it equally often.
 
+        Args:
+            prompts: token ids of each.
+            new_tokens: maximum number of tokens in an answer.
 
-def _generate(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    new_tokens: int,
-    media: Media | None,
-    ranks: Ranks,
-    is_synced: bool,
-) -> list[list[int]]:
-    """Return the tokens of answers to prompts, which may go on after their ends. `is_synced`: all ranks
-    call it, and generate until the longest answer of all has ended."""
-    arguments = prompt_arguments(model, prompts, media, model.device)
-    width = arguments["input_ids"].shape[1]
-    # All ranks call it equally often. `prepend`: before FSDP's own hook, which starts to gather weights.
-    check = model.register_forward_pre_hook(partial(_check_stop, ranks), prepend=True)
-    try:
-        with towers_in_root(model, media):
-            tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
-                **arguments,
-                max_new_tokens=new_tokens,
-                use_cache=True,
-                synced_gpus=is_synced,
-            )
-    finally:
-        check.remove()
-    answers: list[list[int]] = tokens[: len(prompts), width:].tolist()
-    return answers
+        Raises:
+            Stopped: a signal has asked to stop; the answers are abandoned.
+        """
+        with evaluating(self.built.model), units_kept_if_they_fit(self.built, self.ranks):
+            # ranks whose answers have ended must join the all-gathers of weights
+            is_synced = self.ranks.world_size > 1
+            return self._generate(prompts, new_tokens, self.ranks.check_stop, is_synced)
 
+    def same(self, prompts: list[list[int]], new_tokens: int) -> list[str]:
+        """Return the same as `own`, for prompts that are the same on all ranks. Rank 0 generates the
+        answers, and the others wait, if all units can be unsharded for so long."""
+        with (
+            evaluating(self.built.model),
+            all_unsharded_if_they_fit(self.built, self.ranks) as are_unsharded,
+        ):
+            if are_unsharded:
+                return on_rank0(
+                    self.ranks, lambda look: self._generate(prompts, new_tokens, look, False)
+                )
+        return self.own(prompts, new_tokens)
 
-def _check_stop(ranks: Ranks, *_: Any) -> None:
-    ranks.check_stop()
+    @torch.no_grad()
+    def _generate(
+        self,
+        prompts: list[list[int]],
+        new_tokens: int,
+        look: Callable[[], None],
+        is_synced: bool,
+    ) -> list[str]:
+        """Return answers. `look` is called before each token. `is_synced`: all ranks call it, and
+        generate until the longest answer of all has ended."""
+        model = self.built.model
+        arguments = prompt_arguments(model, prompts, self.media, model.device)
+        width = arguments["input_ids"].shape[1]
+        # All ranks call it equally often. `prepend`: before FSDP's own hook, which starts to gather
+        # weights.
+        check = model.register_forward_pre_hook(lambda *_: look(), prepend=True)
+        try:
+            with towers_in_root(model, self.media):
+                tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
+                    **arguments,
+                    max_new_tokens=new_tokens,
+                    use_cache=True,
+                    synced_gpus=is_synced,
+                )
+        finally:
+            check.remove()
+        return _texts(tokens[: len(prompts), width:].tolist(), self.tokenizer, model)
 
 
 def _texts(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.errors import UserError, plural
-from llama_ft.extensions.rollouts.hand_over.background import on_rank0
 from llama_ft.extensions.rollouts.rewards.pool import RewardPool, Scored
 from llama_ft.extensions.rollouts.rounds import (
     Answer,
@@ -21,6 +20,7 @@ from llama_ft.extensions.rollouts.rounds import (
 )
 from llama_ft.extensions.rollouts.sampling import Sampler, Sampling, SamplingStopped
 from llama_ft.runtime import Ranks, log
+from llama_ft.runtime.rank0 import on_rank0
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from llama_ft.errors import UserError
 from llama_ft.evaluation.pass_at_k import mean_pass_at_k, powers_of_two
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks
-from llama_ft.training.evaluation import Scores, SetScore, generate_batch, longest_answer
+from llama_ft.training.evaluation import AnswerGenerator, Scores, SetScore, longest_answer
 from llama_ft.user_function import load_function
 
 FEWEST_PROMPT_TOKENS = 2  # a text has no prompt, but its first token may not be in the loss
@@ -173,6 +173,7 @@ class AnswerScores(Scores):
         starts = range(0, len(order), self._batch_size)
         batches = [order[start : start + self._batch_size] for start in starts]
         answers = dict[int, str]()
+        generator = AnswerGenerator(built, self._tokenizer, layout.media, ranks)
         for first in range(0, len(batches), ranks.answering.size):
             number = first + ranks.answering.rank
             is_own = number < len(batches)
@@ -181,7 +182,7 @@ class AnswerScores(Scores):
             prompts = [questions[index].prompt_ids for index in batch]
             longest = longest_answer(built.model, prompts, self._tokens)
             with self._seeded(number, ranks):
-                texts = generate_batch(built, self._tokenizer, prompts, longest, layout, ranks)
+                texts = generator.own(prompts, longest)
             if is_own:
                 answers |= dict(zip(batch, texts, strict=True))
         return self._gather(questions, answers, ranks)

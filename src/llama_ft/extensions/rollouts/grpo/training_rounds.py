@@ -28,7 +28,6 @@ from llama_ft.extensions.rollouts.grpo.old_logprobs import OldLogprobs
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.extensions.rollouts.grpo.shown_answers import keep_for_report, kept_for_report
 from llama_ft.extensions.rollouts.hand_over.adapter_rules import find_problems
-from llama_ft.extensions.rollouts.hand_over.background import on_rank0
 from llama_ft.extensions.rollouts.hand_over.policy_servers import (
     PolicySampler,
     PolicyServers,
@@ -61,6 +60,7 @@ from llama_ft.inference.load import LoadedModel
 from llama_ft.models import BuiltModel, resolve_context_length
 from llama_ft.run import Part, RunInputs, Setup, TrainingRun
 from llama_ft.runtime import log
+from llama_ft.runtime.rank0 import on_rank0
 from llama_ft.training import StepOutcome
 from llama_ft.training.evaluation import LossSums, evaluating
 
