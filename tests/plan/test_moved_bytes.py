@@ -48,6 +48,8 @@ def tensor() -> torch.Tensor:
 
 X = tensor()
 Y = tensor()
+LEFT = torch.ones(ROWS, 1)
+RIGHT = torch.ones(1, COLUMNS)
 HEADS = torch.ones(1, 2, 16, 8)
 STEP = torch.tensor(1.0)
 STATES: Any = ([tensor()], [Y], [tensor()], [tensor()], [], [STEP])
@@ -56,6 +58,10 @@ ADAMW |= {"amsgrad": False, "maximize": False}
 OPERATORS: dict[str, tuple[Callable[[], Any], int]] = {
     "sum": (lambda: X + Y, 3 * SIZE),
     "in place": (lambda: tensor().add_(Y), 3 * SIZE),
+    "overwritten product": (
+        lambda: tensor().addmm_(LEFT, RIGHT, beta=0),
+        SIZE + 4 * (ROWS + COLUMNS),
+    ),
     "overwritten": (lambda: X.copy_(Y), 2 * SIZE),
     "cast": (lambda: X.bfloat16(), SIZE + SIZE // 2),
     "views": (lambda: X.view(-1)[2:].expand(3, -1), 0),
@@ -72,7 +78,9 @@ OPERATORS: dict[str, tuple[Callable[[], Any], int]] = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_moves_what_it_reads_and_writes(name: str) -> None:
     compute, expected = OPERATORS[name]
-    made = {"in place": SIZE, "rows of a table": 4 + 8}.get(name, 0)  # of operators before it
+    made = {"in place": SIZE, "overwritten product": SIZE, "rows of a table": 4 + 8}.get(
+        name, 0
+    )  # of operators before it
     assert moved_by(compute) - made == expected
 
 

@@ -51,7 +51,7 @@ TOKENS = {
     # heads of gated delta nets that ranks share; before: experts without torch's kernel, kernels in
     # Triton, attention with sinks, tiled MLPs, shared sequences with images or compiled layers, units
     # kept for an answer; Triton's kernels are compared with torch's operators here, no longer in cpu
-    "models": 73_500,
+    "models": 73_700,
     "observe": 12_600,
     # --longest with ranks (8xh100), plans of a search that share headers; generation; units that stay
     # unsharded for answers; changes as a run starts with them; bytes that operators move

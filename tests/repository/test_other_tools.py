@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +10,8 @@ from types import ModuleType
 import pytest
 from conftest import load_script
 from forked import REPOSITORY
+
+from llama_ft.plan.duration import BANDWIDTH_SHARE, MATMUL_SHARE
 
 CHEAP_ROW = 3  # litgpt's LoRA of 7B
 
@@ -62,3 +65,33 @@ def test_a_plan_has_the_figure_of_the_page(other_tools: ModuleType, tmp_path: Pa
     row = other_tools.table_row(figure, json.loads(json.dumps(planned)))
     shown = rows_of_the_page(other_tools)[CHEAP_ROW]
     assert float(row[6].split()[0]) == pytest.approx(float(shown[6].split()[0]), abs=0.2)
+
+
+def test_the_page_has_all_published_speeds_whose_median_is_not_below_the_computed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = load_script(REPOSITORY / "benchmarks" / "planner" / "published_speeds.py")
+    speeds, models = script.read_speeds()
+    page = script.PAGE.read_text()
+    _, _, rest = page.partition(script.BEGIN)
+    table, _, _ = rest.partition(script.END)
+    rows = re.findall(r"^\| (\[.*) \|$", table, re.MULTILINE)
+    ratios = []
+    for speed, row in zip(speeds, rows, strict=True):
+        cells = row.split(" | ")
+        computed = float(cells[4].replace(",", ""))
+        assert cells == speed.row(computed) and speed.model in models
+        ratios.append(speed.tokens_per_second / computed)
+    assert statistics.median(ratios) >= 1
+    for share in (MATMUL_SHARE, BANDWIDTH_SHARE):
+        assert f" / ({share:.0%} of the " in page
+
+
+@pytest.mark.slow
+def test_a_plan_has_the_speed_of_the_page(tmp_path: Path) -> None:
+    script = load_script(REPOSITORY / "benchmarks" / "planner" / "published_speeds.py")
+    speeds, models = script.read_speeds()
+    speed = speeds[-1]
+    row = speed.row(script.computed_speed(speed, models[speed.model], tmp_path / "model"))
+    assert f"| {' | '.join(row)} |" in script.PAGE.read_text()

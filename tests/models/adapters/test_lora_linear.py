@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from llama_ft.models.adapters.lora_linear import FusedLora, use_fused_lora
 from llama_ft.models.quantization.layers import FourBit, Int8, QuantizedLinear, Scheme
@@ -130,6 +131,27 @@ def test_dropout_on_cuda_has_the_gradients_of_autograd() -> None:
     assert calls.forward == 1 and len(found) == len(expected) == 4
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda_the_wide_products_are_added_to_the_narrow_ones(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    model = model_of(None, bias, dtype)
+    use_fused_lora(model)
+    counted = FlopCounterMode(display=False)
+    with computing_on(Target("cuda")), counted:  # its operators work on the CPU, too
+        found = passes(model, model, dtype)
+    model.zero_grad()
+    expected = passes(model, model, dtype)
+    assert len(found) == len(expected) == 4
+    limit = 1e-6 if dtype == torch.float32 else 8e-3
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= limit * theirs.norm()
+    wide = 2 * 2 * TOKENS * IN * OUT
+    narrow = 2 * TOKENS * RANK * (3 * IN + 3 * OUT)
+    assert counted.get_total_flops() == wide + narrow
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -17,7 +17,7 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from torch.nn import functional
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from llama_ft.models.base.replaced import become
 from llama_ft.models.quantization.layers import SCHEMES, QuantizedLinear, frozen_matmul
@@ -42,6 +42,8 @@ def _lora_linear(
 ) -> Any:
     """Compute y [n, out] from x [n, in] and u [n, r]. The schema above has one parameter for each
     operand: operators take tensors, numbers and strings, and no objects."""
+    if scale is None and current_target().is_cuda:
+        return _narrow_product(u, b.t(), scaling, bias).addmm_(x, weight.t())
     if scale is None:
         y = functional.linear(x, weight, bias)
     else:
@@ -50,12 +52,30 @@ def _lora_linear(
     return y.addmm_(u, b.t(), alpha=scaling)
 
 
+def _narrow_product(
+    left: torch.Tensor, right: torch.Tensor, scaling: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute scaling x left [n, r] x right [r, m] + bias [m].
+
+    A GPU waits for the bytes of this product, and for the FLOPs of the wide one. So this one comes
+    first and only writes [n, m], to which the wide one adds in its last step. In the other order this
+    one would also read [n, m]."""
+    if bias is not None:
+        return torch.addmm(bias, left, right, alpha=scaling)
+    product = left.new_empty(len(left), right.shape[1])
+    return product.addmm_(left, right, beta=0, alpha=scaling)
+
+
 LIBRARY.impl("lora_linear", _lora_linear, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("llama_ft::lora_linear", lib=LIBRARY)
 def _output(x: torch.Tensor, *others: Any) -> torch.Tensor:
     return x.new_empty(len(x), len(others[4]))
+
+
+# torch counts `addmm` only
+flop_registry.setdefault(torch.ops.aten.addmm_, flop_registry[torch.ops.aten.addmm])
 
 
 @register_flop_formula(torch.ops.llama_ft.lora_linear)
@@ -74,9 +94,11 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
 
 def moved_bytes(arguments: tuple[Any, ...], y: torch.Tensor) -> int:
     """Return the bytes that the operator reads and writes in addition to its matmul with the weight: it
-    adds the low-rank part and the bias to y, and dequantizes the weight."""
+    computes the low-rank part, and adds it and the bias to y, and dequantizes the weight."""
     _, u, weight, scale, bias, *_ = arguments
-    moved = u.nbytes + 2 * y.nbytes
+    moved = u.nbytes + y.nbytes
+    if scale is not None or not current_target().is_cuda:
+        moved += y.nbytes
     if scale is not None:
         moved += weight.nbytes + scale.nbytes + workspace_bytes(arguments)
         moved += 0 if bias is None else 2 * y.nbytes
@@ -140,11 +162,12 @@ class _LowRank(torch.autograd.Function):
             w = weight
             if scale is not None:
                 w = SCHEMES[ctx.scheme].dequantize(weight, scale, x.dtype)
-            dx = g @ w
-            if mask is None:
-                dx = dx.addmm_(t, a, alpha=scaling)
+            if mask is not None:
+                dx = (g @ w).addcmul_(t @ a, mask, value=scaling / keep)
+            elif current_target().is_cuda:
+                dx = _narrow_product(t, a, scaling).addmm_(g, w)
             else:
-                dx = dx.addcmul_(t @ a, mask, value=scaling / keep)
+                dx = (g @ w).addmm_(t, a, alpha=scaling)
             dx = dx.view(x.shape)
         da = da.mul_(scaling / keep)
         db = (g.t() @ u).mul_(scaling)

@@ -146,7 +146,8 @@ def bytes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     for position, (argument, is_read, is_written) in enumerate(arguments):
         value = args[position] if position < len(args) else kwargs.get(argument)
         nbytes = _sizes_of((value,))
-        read += nbytes if is_read else 0
+        is_unused = argument == "self" and kwargs.get("beta") == 0  # of addmm_
+        read += nbytes if is_read and not is_unused else 0
         written += nbytes if is_written else 0
     if not any(is_written for _, _, is_written in arguments):
         written = _sizes_of((result,))
