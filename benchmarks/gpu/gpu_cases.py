@@ -130,6 +130,15 @@ FURTHER = {
     "groups": Method("", [*LORA, "--groups", "[{match: lora_A, lr: 0.1x}]"]),
     "Muon": Method("", ["--precision", "bf16_pure", "--optimizer", MUON]),
 }
+GRPO = (
+    "--objective grpo --prompts_per_step 2 --num_generations 4 --max_completion_length 16 --generate_batch_size 8"
+).split()
+REWARD = """
+def letters(prompt, answer, sample):
+    return sum(character.isalpha() for character in answer) / 16
+"""
+# Of the mean importance weight from 1: training gives sampled tokens the probabilities of sampling.
+MOST_WEIGHT_ERROR = 0.05
 COMPILED = {  # on a GPU: name -> base of METHODS or CASES, and its additional flags
     "LoRA, compiled": ("LoRA", ["--compile"]),
     "selective, compiled": ("checkpointing selective", ["--compile"]),
@@ -165,8 +174,27 @@ def methods(bench: Bench) -> Iterator[Row]:
 
 def further(bench: Bench) -> Iterator[Row]:
     """Run three steps of other objectives, of gpt-oss, a hybrid, models as they are stored and
-    images, and compare with fp32 on the CPU."""
+    images, and compare with fp32 on the CPU. Run GRPO."""
     yield from _methods(bench, "further", FURTHER)
+    yield from bench.guarded("further", "GRPO", _grpo(bench))
+
+
+def _grpo(bench: Bench) -> Iterator[Row]:
+    """Run three steps of GRPO, whose answers the model samples itself. Other answers than the CPU's are
+    as good, so the importance weights are looked at."""
+    reward = bench.scratch / "reward.py"
+    reward.write_text(REWARD)
+    flags = [*bench.tiny("", "answers"), *LORA, *GRPO, "--reward", f"{reward}:letters"]
+    flags += ["--max_train_step", "3", "--save_every_epoch", "false", "--device", DEVICE]
+    expected = f"3 steps, mean importance weights within {MOST_WEIGHT_ERROR:g} of 1"
+    for case in bench.run({"GRPO": flags}):
+        if case.error:
+            yield failed_row("further", expected, case)
+            continue
+        steps = bench.steps("GRPO")
+        error = max(abs(line["train/sampler/weight"] - 1) for line in steps)
+        is_right = len(steps) == 3 and error < MOST_WEIGHT_ERROR
+        yield Row("further", "GRPO", expected, f"{len(steps)} steps, {error:.1e}", is_right)
 
 
 def _methods(bench: Bench, part: str, runs: dict[str, Method]) -> Iterator[Row]:

@@ -30,7 +30,7 @@ WAITING = {
     "is_nonzero",
 }
 # Look at tensors of the host, on a GPU too. block_attention.py is for CPUs only.
-ON_HOST = ("sampler.py", "gather.py", "base.py", "packed_attention.py", "block_attention.py")
+ON_HOST = ("sampler.py", "rendezvous.py", "base.py", "packed_attention.py", "block_attention.py")
 
 
 class CountWaits(TorchDispatchMode):

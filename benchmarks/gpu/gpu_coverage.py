@@ -14,7 +14,7 @@ PUBLISHED = REPOSITORY / "benchmarks" / "results" / "gpu"  # gpu_check.jsonl of 
 CLAIMS: dict[str, list[str]] = {
     "cases": [*CASES, *ON_GPU_ONLY],
     "methods": [*METHODS],
-    "further": [*FURTHER],
+    "further": [*FURTHER, "GRPO"],
     "compiled": [*COMPILED],
     "two_ranks": [run_name(name) for name in TWO_RANKS],
 }
@@ -41,7 +41,7 @@ NO_CHECK = (
     "several nodes",
     "elastic restarts",
     "uploads to object storage",
-    "rollouts and GRPO",
+    "rollouts and GRPO by servers",
     "evaluation tasks",
     "sequences shared by more than two GPUs",
 )

@@ -90,6 +90,14 @@ def test_the_rows_of_a_command_without_start_name_the_gpu_too(
     assert check.read_rows(tmp_path) == rows
 
 
+def test_files_whose_waits_are_not_for_the_gpu_exist() -> None:
+    sys.path.insert(0, str(REPOSITORY))
+    from benchmarks.gpu.gpu_child import ON_HOST
+
+    names = {file.name for file in (REPOSITORY / "src").rglob("*.py")}
+    assert names >= {*ON_HOST}
+
+
 def test_what_holds_on_a_gpu_leaves_the_list(tmp_path: Path) -> None:
     sys.path.insert(0, str(REPOSITORY))
     from benchmarks.gpu.gpu_coverage import not_checked, read_rows
