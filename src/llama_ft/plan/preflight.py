@@ -194,18 +194,20 @@ def _serve(pipe: Connection, recipe: Recipe, parent: int) -> None:
     end_with(parent, oom_score=1000)
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
-        request, free = pipe.recv()
-        for answer in _answers(request, free, recipe):
+        for answer in _answers(pipe, recipe):
             pipe.send(answer)
 
 
-def _answers(request: PlanRequest, free: float, recipe: Recipe) -> Iterator[Any]:
-    """Yield the settings with what was chosen for auto and texts about it, if something is auto; the
-    plan; and if it does not fit, a text with changes that would fit. After an error, yield a text
-    that describes it instead."""
+def _answers(pipe: Connection, recipe: Recipe) -> Iterator[Any]:
+    """Receive a request. Yield the settings with what was chosen for auto and texts about it, if
+    something is auto; the plan; and if it does not fit, a text with changes that would fit. After an
+    error, yield a text that describes it instead."""
     try:
-        from llama_ft.plan.fit import choose_settings, find_fits
+        from llama_ft.plan.fit import choose_settings, find_fits  # while the run reads its data
 
+        request: PlanRequest
+        free: float
+        request, free = pipe.recv()
         config, notes, plan = choose_settings(request, recipe, free)
         if notes:
             yield config, notes
