@@ -334,3 +334,33 @@ def test_no_tensor_is_as_large_as_the_logits(llama: LlamaForCausalLM) -> None:
         loss_and_gradients(llama, in_pieces=True)
     assert at_once.elements >= 83 * VOCABULARY > 1.2 * weights
     assert in_pieces.elements <= weights
+
+
+class BatchedMatmuls(TorchDispatchMode):
+    """Collects the shapes of the second factors of batched matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes = list[tuple[int, ...]]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        if func is torch.ops.aten.bmm.default:
+            self.shapes.append(tuple(args[1].shape))
+        result: torch.Tensor = func(*args, **(kwargs or {}))
+        return result
+
+
+def test_answers_to_several_prompts_do_not_copy_a_frozen_head(llama: LlamaForCausalLM) -> None:
+    """A batched matmul has one factor per prompt, and the CPU makes each contiguous."""
+    llama.eval().requires_grad_(False)
+    expected = llama.generate(INPUT_IDS, max_new_tokens=3, do_sample=False)
+    with BatchedMatmuls() as plain:
+        llama(INPUT_IDS, logits_to_keep=1)
+    with_loss = with_chunked_loss(llama)
+    with BatchedMatmuls() as ours:
+        generated = with_loss.generate(INPUT_IDS, max_new_tokens=3, do_sample=False)
+    assert any(VOCABULARY in shape for shape in plain.shapes)
+    assert not any(VOCABULARY in shape for shape in ours.shapes)
+    assert torch.equal(generated, expected)

@@ -171,7 +171,9 @@ def _head_with_loss(
         **kwargs: Any,
     ) -> Any:
         if loss_of is None:
-            return plain(hidden, *args, **kwargs)
+            # generate() passes the last position of each prompt, a slice. If it is not contiguous and
+            # the head is frozen, torch's matmul on the CPU copies the weight once per prompt.
+            return plain(hidden.contiguous(), *args, **kwargs)
         targets, count, loss_fn, per_token = loss_of
 
         def losses_of(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> TokenLoss:
