@@ -2,7 +2,7 @@
 python job.py FOLDER/cases.json
 
 A case is recipes/finetuning.py with flags, or a snippet of Python. Launches and waits are recorded of
-the second step without the sampling of answers, or of the second sampling alone."""
+the second step and its end, without the sampling of answers, or of the second sampling alone."""
 
 import json
 import os
@@ -25,6 +25,7 @@ from emulated_cuda.torch_cuda import emulated
 from llama_ft.config.reading.parse import as_keywords
 from llama_ft.extensions.rollouts.sampling import OwnSampler
 from llama_ft.observe import flops
+from llama_ft.run import TrainingRun
 from llama_ft.runtime import process_group
 
 RECORDED_CALL = 2  # the first step also makes the optimizer's states
@@ -57,7 +58,10 @@ def run_recipe(case: dict[str, Any], flags: list[str], device: str, output: Path
     is_sampling = case["records"] == "sampling"
     finetuning.train_step = recorded(finetuning.train_step, not is_sampling)
     flags = [*flags, "--device", device, "--output_dir", str(output)]
-    with patch.object(OwnSampler, "sample", recorded(OwnSampler.sample, is_sampling)):
+    with (
+        patch.object(OwnSampler, "sample", recorded(OwnSampler.sample, is_sampling)),
+        patch.object(TrainingRun, "end_step", recorded(TrainingRun.end_step, not is_sampling)),
+    ):
         finetuning.main(**as_keywords(flags))
     return series(output, case["compares"])
 

@@ -36,12 +36,15 @@ class Mismatch:
 
     def take(self) -> dict[str, float]:
         """Return the numbers of this rank, and begin again. It waits for the device."""
-        sums = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * len(SUMS)
-        largest = torch.stack(self._largest).max().item() if self._largest else 0.0
+        values = [0.0] * (len(SUMS) + 1)
+        if self._largest:
+            sums = torch.stack(self._sums).sum(0)
+            largest = torch.stack(self._largest).max()
+            values = torch.cat([sums, largest.view(1)]).tolist()
         self._sums = []
         self._largest = []
-        numbers = dict(zip(SUMS, sums, strict=True)) | {LARGEST: largest}
-        return {f"{PREFIX}{name}": value for name, value in numbers.items()}
+        numbers = zip((*SUMS, LARGEST), values, strict=True)
+        return {f"{PREFIX}{name}": value for name, value in numbers}
 
     def metrics(self, gathered: dict[str, torch.Tensor], step: int) -> dict[str, float]:
         """Return what metrics.jsonl says; none for a step without answers. `gathered`: the numbers
