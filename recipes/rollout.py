@@ -101,7 +101,7 @@ def main(flags: RolloutFlags) -> None:
             data={"dataset": flags.dataset, "sha256": dataset.sha256},
         )
         on_disk = ranks.broadcast_from_rank0(
-            lambda: find_rounds(output_dir, facts, functions, rounds)
+            lambda: find_rounds(output_dir, facts, functions, rounds, flags.score_again)
         )
         log.info(
             f"{plural(len(rounds), 'round')} of {flags.prompts_per_step} prompts with "

@@ -41,7 +41,7 @@ TOKENS = {
     "extensions/kubeflow": 850,
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
     # rounds, samplers, servers, also ahead, rewards, conversions, GRPO, its plan; signals while servers
-    # are probed or rewards computed, micro-batches by tokens
+    # are probed or rewards computed, micro-batches by tokens, corrected rewards
     "extensions/rollouts": 30_150,
     "extensions/scores": 2200,
     "extensions/serving": 17_700,  # rules of edited adapters and of quantized bases, probes that ranks share

@@ -15,7 +15,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from llama_ft.extensions.rollouts.rounds import Answer, Round, folder_of, read_round
+from llama_ft.extensions.rollouts.rounds import (
+    Answer,
+    Round,
+    folder_of,
+    read_round,
+    sha256_of,
+)
 
 REWARD = """
 import os, signal, time
@@ -449,8 +455,8 @@ def test_corrupted_log_probabilities_of_a_round_are_an_error(
     assert "Traceback" not in resumed.output
 
 
-def test_a_changed_reward_is_named_before_rounds_are_used(job: Job) -> None:
-    """The round of the checkpoint has the earlier reward."""
+def test_a_changed_reward_is_named_before_rounds_are_used_and_can_be_allowed(job: Job) -> None:
+    """The round of the checkpoint has the earlier reward, and keeps it."""
     reward = job.folder / "own_reward.py"
     reward.write_text(REWARD)
     settings = {"reward": f"{reward}:letters", "save_steps": 1, "resume": "auto"}
@@ -463,6 +469,14 @@ def test_a_changed_reward_is_named_before_rounds_are_used(job: Job) -> None:
     assert f"another file {reward}" in changed.output
     names = sorted(path.name for path in (job.folder / "changed/rollouts").iterdir())
     assert names == ["000001"]
+    assert "--resume_allow_changes reward continues" in changed.output
+    settings["resume_allow_changes"] = "max_train_step,reward"
+    before = contents(folder_of(job.folder / "changed", 1))
+    allowed = forked(RECIPE, *job.flags("changed", **settings))
+    assert allowed.exit_code == 0, allowed.output
+    assert contents(folder_of(job.folder / "changed", 1)) == before
+    sums = [job.round("changed", number).facts.rewards[0].sha256 for number in (1, 2)]
+    assert sums[0] != sums[1] == sha256_of(reward)
 
 
 @pytest.mark.slow

@@ -4,11 +4,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from extensions.rollouts.made_rounds import make_round
+from transformers import AutoTokenizer
 
 from llama_ft.errors import UserError
+from llama_ft.extensions.rollouts.make_rounds import score
 from llama_ft.extensions.rollouts.rewards.flags import RewardFlags
 from llama_ft.extensions.rollouts.rewards.pool import RewardPool, Scored, parse_reward
 
@@ -51,6 +55,7 @@ def score(prompt, answer, sample):
 
 def parts(prompt, answer, sample):
     return {"length": len(answer), "asked": len(prompt)}
+def of_first(prompt, answer, sample): return 1 if answer == "first" else None
 def constant(prompt, answer, sample): return 2
 def from_sample(prompt, answer, sample): return sample["n"] if sample["day"] == "2026-01-02" else None
 def environment(prompt, answer, sample): return os.getpid()
@@ -167,6 +172,26 @@ def test_one_function_without_a_number_leaves_no_reward(file: Path) -> None:
     assert (good.values, good.total) == ({"score": 3, "constant": 2}, 5)
 
 
+def test_training_needs_a_prompt_with_two_rewards(file: Path, tiny_model: Path) -> None:
+    """A round for other purposes does not."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    one = make_round([[None, None], [None, None]], tokenizer)
+    with RewardPool([parse_reward(f"{file}:of_first")], RewardFlags(reward_processes=1)) as pool:
+        texts = [["first", ""], ["", "first"]]
+        answers = [
+            [replace(answer, text=text) for answer, text in zip(group, own, strict=True)]
+            for group, own in zip(one.answers, texts, strict=True)
+        ]
+        lonely = replace(one, answers=answers)
+        scored = score(lonely, pool)
+        assert [[answer.total for answer in group] for group in scored.answers] == [
+            [1, None],
+            [None, 1],
+        ]
+        with pytest.raises(UserError, match="no prompt of round 1 has two answers with a reward"):
+            score(lonely, pool, is_training=True)
+
+
 def test_functions_get_the_sample_with_other_values_as_text(file: Path) -> None:
     from datetime import date
 
@@ -230,7 +255,11 @@ def test_a_function_that_cannot_be_a_reward_is_a_user_error(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import no_such_module", r"bad.py:1: ModuleNotFoundError: No module named"),
+        (
+            "import no_such_module",
+            "(?s)bad.py:1: ModuleNotFoundError: No module named .*add its directory to PYTHONPATH",
+        ),
+        ("raise ValueError('no\\nerror: two')", r"bad.py:1: ValueError: no error: two$"),
         ("import os; os._exit(4)", r"the import of its files ended the process \(exit code 4\)"),
         ("raise SystemExit('no')", "bad.py:1: SystemExit: no"),
         ("bytearray(2**40)", "(?s)bad.py:1: MemoryError.*--reward_memory 4GB may be too small"),

@@ -30,6 +30,14 @@ def score(prompt, answer, sample):
 def nothing(prompt, answer, sample):
     raise ValueError("no idea")
 """
+FAILING = """
+right = score
+
+def score(prompt, answer, sample):
+    if sample["id"] >= 2:
+        raise KeyError("total")
+    return right(prompt, answer, sample)
+"""
 FILES = ("prompts.jsonl", "round.json", "samples.safetensors")
 
 
@@ -152,6 +160,25 @@ def test_complete_rounds_are_verified_and_other_settings_named(job: Job) -> None
     assert [words[0] for words in named] == ["--seed", "--temperature", "another"]
     assert f"another file {job.folder}/reward.py:" in lines[3]
     assert job.content("whole") == before
+
+
+def test_corrected_rewards_score_all_answers_again_without_generating(job: Job) -> None:
+    """The function fails in round 2, so round 1 is complete with another file."""
+    text = job.reward.read_text()
+    job.reward.write_text(text + FAILING)
+    failed = job.run("corrected")
+    job.reward.write_text(text)
+    assert failed.exit_code == 2, failed.output
+    assert "no answer of round 2 has a reward" in failed.output
+    named = job.run("corrected")
+    assert named.exit_code == 2, named.output
+    assert "--score_again scores its answers again" in named.output
+    finished = job.run("corrected", "--score_again")
+    assert finished.exit_code == 0, finished.output
+    for number in (1, 2):
+        line = f"round {number}: its answers are on disk, and are only scored"
+        assert finished.output.count(line) == 1
+    assert job.content("corrected") == job.content("whole")
 
 
 def test_a_server_answers_once_also_if_the_rewards_fail_at_first(job: Job) -> None:

@@ -11,7 +11,7 @@ from llama_ft.config.paths import not_writable
 from llama_ft.config.reading.tool_flags import check, read
 from llama_ft.config.rules import SECRET
 from llama_ft.config.value_types import STRICT, Count, CountOrZero, Duration
-from llama_ft.extensions.rollouts.rewards.flags import RewardFlags
+from llama_ft.extensions.rollouts.rewards.flags import MOST_GENERATIONS, RewardFlags
 from llama_ft.inference.flags import ModelFlags, check_models
 from llama_ft.masking import is_url_with_secret
 
@@ -63,7 +63,7 @@ class RolloutFlags(RewardFlags, RolloutServerFlags, ModelFlags):
     """Directory for the rounds, which are written to its rollouts/, or into itself if that is its
     name. Complete rounds are kept, and the first missing one is generated next."""
 
-    num_generations: Count = 8
+    num_generations: Annotated[int, Field(ge=1, le=MOST_GENERATIONS)] = 8
     """Answers per prompt."""
 
     prompts_per_step: Count = 8
@@ -89,6 +89,9 @@ class RolloutFlags(RewardFlags, RolloutServerFlags, ModelFlags):
 
     batch_size: Count = 32
     """Without --server: answers generated at once, per rank."""
+
+    score_again: bool = False
+    """Score the answers of complete rounds again if --reward has changed. Their rewards are replaced."""
 
     pass_threshold: float = 1.0
     """An answer with at least this reward is right, for pass@k."""

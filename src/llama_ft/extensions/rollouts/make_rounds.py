@@ -32,14 +32,14 @@ class RoundMaker:
         pool: scores the answers, on rank 0; None: they have no rewards.
         output_dir: where rounds are written.
         ranks: the ranks.
-        is_quiet: log rewards only if some are missing.
+        is_training: the round needs a prompt with two rewards, and is logged only if rewards are missing.
     """
 
     sampler: Sampler
     pool: RewardPool | None
     output_dir: Path
     ranks: Ranks
-    is_quiet: bool = False
+    is_training: bool = False
 
     def make(
         self,
@@ -57,7 +57,7 @@ class RoundMaker:
             begun: answers to the first prompts.
 
         Raises:
-            UserError: no answer has a reward, or the round cannot be written.
+            UserError: rewards are missing, see `score`, or the round cannot be written.
             Stopped: a signal has asked to stop. The answers so far are written.
         """
         rollouts = unscored
@@ -73,7 +73,7 @@ class RoundMaker:
 
         def finish(look: Callable[[], None]) -> bool:
             nonlocal whole
-            whole = score(whole, self.pool, self.is_quiet, look)
+            whole = score(whole, self.pool, self.is_training, look)
             write_round(self.output_dir, whole)
             return True
 
@@ -99,14 +99,14 @@ def kept_if_stopped(
 def score(
     rollouts: Round,
     pool: RewardPool | None,
-    is_quiet: bool = False,
+    is_training: bool = False,
     look: Callable[[], None] = lambda: None,
 ) -> Round:
-    """Return a round with the rewards of its answers. `is_quiet`: see `RoundMaker`. `look`: see
+    """Return a round with the rewards of its answers. `is_training`: see `RoundMaker`. `look`: see
     `RewardPool.score`.
 
     Raises:
-        UserError: no answer has a reward.
+        UserError: no answer has a reward, or, for training, no prompt has two of them.
     """
     if pool is None:
         return rollouts
@@ -116,19 +116,25 @@ def score(
     scored = pool.score(calls, look)
     count = rollouts.facts.num_generations
     is_complete = not any(one.failures for one in scored)
-    log_line = log.debug if is_quiet and is_complete else log.info
+    log_line = log.debug if is_training and is_complete else log.info
     log_line(pool.describe(scored, count))
-    if all(one.total is None for one in scored):
-        raise UserError(
-            f"--reward: no answer of round {rollouts.facts.step} has a reward; the lines above say why.\n"
-            "Its answers are kept. The same command, with --resume auto if it trains, only scores them."
-        )
     remaining = iter(scored)
     groups = [
         [_with_reward(answer, next(remaining)) for answer in group] for group in rollouts.answers
     ]
     facts = replace(rollouts.facts, rewards=pool.rewards(scored))
-    return Round(facts, rollouts.prompts, groups)
+    whole = Round(facts, rollouts.prompts, groups)
+    if all(one.total is None for one in scored):
+        missing = f"no answer of round {facts.step} has a reward"
+    elif is_training and not whole.groups():
+        missing = f"no prompt of round {facts.step} has two answers with a reward to compare"
+    else:
+        return whole
+    flags = "--resume auto --resume_allow_changes reward" if is_training else "--score_again"
+    raise UserError(
+        f"--reward: {missing}; the lines above say why.\n"
+        f"Its answers are kept. Correct the function; the same command with {flags} only scores them."
+    )
 
 
 def _with_reward(answer: Answer, scored: Scored) -> Answer:

@@ -116,14 +116,15 @@ def read_dataset(
             prompts[name] = _prompt(index, sample, json.loads(text), tokens)
         except BadSample as error:
             bad.append(f"{place}: {in_own_names(error, sample)}")
+    flag = "dataset" if split == "train" else split
     shown = bad[:BAD_SAMPLES_SHOWN]
     count = plural(len(bad), "bad sample")
     if bad and not config.skip_bad_rows:
-        raise UserError(*shown, f"--dataset: {count}. --skip_bad_rows skips such samples.")
+        raise UserError(*shown, f"--{flag}: {count}. --skip_bad_rows skips such samples.")
     if bad:
         log.warning("\n  ".join([f"skipped {count}:", *shown]))
     if not prompts:
-        raise UserError(f"--dataset {config.dataset}: holds no prompts.")
+        raise UserError(f"--{flag} {dataset or config.dataset}: holds no prompts.")
     return DatasetPrompts(prompts, digest.hexdigest())
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from llama_ft.errors import UserError, reason
 from llama_ft.extensions.rollouts.rewards.pool import RewardFunction
 from llama_ft.extensions.rollouts.rounds import (
+    NAME,
     Prompt,
     Round,
     RoundFacts,
@@ -29,6 +30,7 @@ COMPARED = {
     "data": {"sha256": "data"},
 }
 CHECKSUM_SHOWN = 12  # digits
+SCORE_AGAIN = "If only the rewards differ, --score_again scores its answers again."
 
 
 @contextmanager
@@ -69,6 +71,7 @@ def find_rounds(
     facts: RoundFacts,
     functions: Sequence[RewardFunction],
     rounds: Sequence[Sequence[Prompt]],
+    scores_again: bool = False,
 ) -> RoundsOnDisk:
     """Return the rounds on disk.
 
@@ -77,6 +80,7 @@ def find_rounds(
         facts: how the missing rounds will be made; `step` and `rewards` are not used.
         functions: the rewards of the missing rounds.
         rounds: the prompts of all rounds.
+        scores_again: complete rounds with other rewards are still to be scored.
 
     Raises:
         UserError: a round is corrupted, or was made in another way.
@@ -84,8 +88,15 @@ def find_rounds(
     on_disk = RoundsOnDisk(set(), {})
     for folder in list_rounds(output_dir):
         earlier = read_round(folder)
-        check_round(folder, earlier, facts, functions, _prompts_at(rounds, earlier.facts.step))
-        on_disk.finished.add(earlier.facts.step)
+        step = earlier.facts.step
+        has_others = scores_again and bool(other_rewards(earlier.facts, functions))
+        expected = None if has_others else functions
+        check_round(folder, earlier, facts, expected, _prompts_at(rounds, step))
+        if has_others:
+            shutil.rmtree(unscored_folder_of(output_dir, step), ignore_errors=True)
+            folder.rename(unscored_folder_of(output_dir, step))
+        else:
+            on_disk.finished.add(step)
     for step in range(1, len(rounds) + 1):
         folder = unscored_folder_of(output_dir, step)
         if step in on_disk.finished:
@@ -107,6 +118,7 @@ def check_round(
     facts: RoundFacts,
     functions: Sequence[RewardFunction] | None,
     prompts: Sequence[Prompt] | None,
+    advice: str = SCORE_AGAIN,
 ) -> None:
     """Raise a UserError if a round was made in another way than it would be made now.
 
@@ -114,20 +126,22 @@ def check_round(
         folder: of the round.
         earlier: the round on disk.
         facts: how it would be made; `step` and `rewards` are not used.
-        functions: its rewards; None: it has none yet.
+        functions: its rewards; None: they are not compared.
         prompts: its prompts; None: they are not known.
+        advice: what to do about other rewards.
     """
     others = _differences(earlier.facts, facts)
-    if functions is not None:
-        others += _other_rewards(earlier.facts, functions)
-        if earlier.facts.step != int(folder.name):
-            others.append(f"the number of round {earlier.facts.step}")
+    if NAME.fullmatch(folder.name) and earlier.facts.step != int(folder.name):
+        others.append(f"the number of round {earlier.facts.step}")
+    rewards = [] if functions is None else other_rewards(earlier.facts, functions)
+    others += rewards
     if not others and prompts is not None and _text(earlier.prompts) != _text(prompts):
         others = ["other prompts: the tokenizer, its chat template or --skip_bad_rows differs"]
     if others:
         raise UserError(
             "\n".join([f"{folder}: was made with", *(f"  {other}" for other in others)])
             + f"\nSet another --output_dir, or delete {folder.parent} to generate all rounds again."
+            + (f"\n{advice}" if rewards else "")
         )
 
 
@@ -162,7 +176,7 @@ def _shown(value: Any) -> str:
     return f"{value[:CHECKSUM_SHOWN]}..." if is_checksum else str(value)
 
 
-def _other_rewards(earlier: RoundFacts, functions: Sequence[RewardFunction]) -> list[str]:
+def other_rewards(earlier: RoundFacts, functions: Sequence[RewardFunction]) -> list[str]:
     """Return how the rewards of a round differ from --reward."""
     # a function that returns numbers by name has several entries in the round
     stored = {(one.file, one.function): one for one in earlier.rewards}

@@ -14,7 +14,6 @@ from llama_ft.config import Config
 from llama_ft.data import Batch, Encoder, StepBatches, one_example
 from llama_ft.data.read.formats import Sample, SampleFormat
 from llama_ft.data.tokenize.encoder import Example
-from llama_ft.errors import UserError
 from llama_ft.extensions.rollouts.grpo.batches import (
     AnswerNumbers,
     AnswerSelection,
@@ -90,11 +89,6 @@ class Grpo(Objective):
         if self.rounds is None:
             return planned
         rollouts = self.rounds.round_of(planned, built)
-        if not rollouts.groups():
-            raise UserError(
-                f"round {rollouts.facts.step}: no prompt has two answers with a reward, so there is nothing to "
-                "compare. The lines above say why rewards are missing."
-            )
         settings = self._settings
         how = AnswerSelection(
             scale=settings.scale_rewards,

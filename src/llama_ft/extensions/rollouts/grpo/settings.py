@@ -7,17 +7,17 @@ from pydantic.dataclasses import dataclass
 
 from llama_ft.config.value_types import STRICT, Count, CountOrZero
 from llama_ft.extensions.rollouts.hand_over.flags import PolicyServerFlags
-from llama_ft.extensions.rollouts.rewards.flags import RewardFlags
+from llama_ft.extensions.rollouts.rewards.flags import MOST_GENERATIONS, RewardFlags
 
 
 @dataclass(config=STRICT, kw_only=True)
 class GrpoConfig(RewardFlags, PolicyServerFlags):
     """Reinforcement learning from the model's own answers."""
 
-    num_generations: Annotated[int, Field(ge=2)] = 8
+    num_generations: Annotated[int, Field(ge=2, le=MOST_GENERATIONS)] = 8
     """grpo: answers per prompt, which are compared with each other."""
 
-    num_generations_eval: Count = 1
+    num_generations_eval: Annotated[int, Field(ge=1, le=MOST_GENERATIONS)] = 1
     """grpo: answers per held-out prompt, for the reward of an evaluation."""
 
     prompts_per_step: Count = 8

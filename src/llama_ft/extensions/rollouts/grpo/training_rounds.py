@@ -65,6 +65,7 @@ from llama_ft.training import StepOutcome
 from llama_ft.training.evaluation import LossSums, evaluating
 
 SECONDS = "perf/rollout_seconds"
+KEEP_REWARDS = "If only the rewards differ, --resume_allow_changes reward continues, and complete rounds keep theirs."
 # settings that a resumed run may change
 MAY_DIFFER = (
     "reward",  # compared with that of the rounds
@@ -105,6 +106,7 @@ class TrainingRounds(Part):
         self._tokenizer = inputs.tokenizer
         check(setup, inputs)
         self._functions = [parse_reward(text) for text in self._settings.reward]
+        self._compares_rewards = "reward" not in config.checkpoint.resume_allow_changes
         self._closing = ExitStack()
         self._pool: RewardPool | None = None
         if self._ranks.is_main:
@@ -163,7 +165,7 @@ class TrainingRounds(Part):
                 earlier = read_round(folder)
                 facts = self._facts(sampling, earlier.facts.step, earlier.facts.policy["checksum"])
                 facts = replace(facts, source=earlier.facts.source)
-                check_round(folder, earlier, facts, self._functions, None)
+                self._check_as_made(folder, earlier, facts, None)
             if int(folder.name) > trained:
                 waiting.append(folder)
         if waiting:
@@ -400,8 +402,19 @@ class TrainingRounds(Part):
             facts = replace(facts, policy=facts.policy | {"checksum": before})
         # servers may be added or left out: the round has the log-probabilities of whatever sampled it
         facts = replace(facts, source=earlier.facts.source)
-        functions = self._functions if scored else None
-        check_round(folder, earlier, facts, functions, prompts)
+        self._check_as_made(folder, earlier, facts, prompts, scored)
+
+    def _check_as_made(
+        self,
+        folder: Path,
+        earlier: Round,
+        facts: RoundFacts,
+        prompts: list[Prompt] | None,
+        scored: bool = True,
+    ) -> None:
+        """Raise a UserError if a round was made in another way. Other rewards can be allowed."""
+        functions = self._functions if scored and self._compares_rewards else None
+        check_round(folder, earlier, facts, functions, prompts, KEEP_REWARDS)
 
     def _make(
         self,
@@ -421,7 +434,7 @@ class TrainingRounds(Part):
             begun = self._ranks.broadcast_from_rank0(lambda: self._begun(facts, prompts))
         with self._generating(built) as opened:
             sampler = self._sampler(opened, sampling, facts)
-            maker = RoundMaker(sampler, self._pool, self._directory, self._ranks, is_quiet=True)
+            maker = RoundMaker(sampler, self._pool, self._directory, self._ranks, is_training=True)
             rollouts = maker.make(facts, prompts, unscored, begun)
         if rollouts is not None:
             log.debug(f"round {facts.step}: {describe(rollouts)}")

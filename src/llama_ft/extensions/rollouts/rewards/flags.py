@@ -7,6 +7,10 @@ from pydantic.dataclasses import dataclass
 
 from llama_ft.config.value_types import STRICT, CountOrZero, Size
 
+MOST_GENERATIONS = (
+    100_000  # answers per prompt; more are a typing error, which would fill the memory
+)
+
 
 @dataclass(config=STRICT, kw_only=True)
 class RewardFlags:

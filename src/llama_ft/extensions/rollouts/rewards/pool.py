@@ -357,6 +357,10 @@ class RewardPool:
                 self.close()
                 if any(text in problem for text in NO_MEMORY):
                     problem += f"\n--reward_memory {self._flags.reward_memory} may be too small."
+                if "ModuleNotFoundError" in problem:
+                    problem += (
+                        "\nInstall it. If it is a file of yours, add its directory to PYTHONPATH."
+                    )
                 raise UserError(f"--reward: {problem}")
 
     def _free_worker(self) -> _Worker | None:

@@ -150,7 +150,7 @@ def _explained(path: str, error: BaseException) -> str:
         if frame.filename == path:
             place = f"{path}:{frame.lineno}"
     try:
-        text = str(error)
+        text = " ".join(str(error).split())
     except Exception:  # of a class of the user's
         text = "(its message raises an error)"
     return f"{place}: {type(error).__name__}: {text}"[:LONGEST_TEXT]
