@@ -92,6 +92,8 @@ class LoraServer(RolloutServer):
             for module in model.modules():
                 if hasattr(module, "lora_A"):
                     module.scaling["default"] /= 2
+        if self.fault == "accepts":
+            return 200, b"Success"
         with self._lock:
             self.loaded.append(name)
             self.weights[name] = weights

@@ -520,6 +520,11 @@ def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:
     assert finished.exit_code == 2, finished.output
     assert "--reward is needed" in finished.output
     assert "--kl_beta: the reference is the model with its adapter off" in finished.output
+    finished = forked(RECIPE, *job.flags("bad", max_completion_length=257))
+    assert finished.exit_code == 2, finished.output
+    assert (
+        "--max_completion_length 257: a prompt and its answer have 256 positions" in finished.output
+    )
     assert not (job.folder / "bad").exists()
 
 

@@ -188,6 +188,7 @@ def test_the_random_adapter_of_other_weights_has_another_name(
         ("half", "of the way from the base model to the adapter."),
         ("other base", "computes with other weights than the trainer"),
         ("shifted", "computes with other weights than the trainer"),
+        ("accepts", "does not list"),
         ("no route", "has no /v1/load_lora_adapter (no such path). Start vLLM with --enable-lora"),
         ("rank", "fails with HTTP 500 (LoRA rank 8 is greater than max_lora_rank 4)."),
         ("no disk", "It must see this directory under the same path."),

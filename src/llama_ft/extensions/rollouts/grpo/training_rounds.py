@@ -119,6 +119,11 @@ class TrainingRounds(Part):
         if self._settings.server:
             self._servers = PolicyServers(self._settings, self._tokenizer, self._ranks)
             context = min(context, self._servers.context or context)
+        if self._settings.max_completion_length > context:
+            raise UserError(
+                f"--max_completion_length {self._settings.max_completion_length}: a prompt and its answer have "
+                f"{context} positions (--context_length, or those of the model or a server). Use a smaller value."
+            )
         tokens = PromptTokens(inputs.tokenizer, inputs.dataset.prompt_format, None, context)
         with self._ranks.local_main_process_first():
             dataset = read_dataset(config.data, tokens)

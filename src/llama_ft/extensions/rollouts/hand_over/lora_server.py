@@ -56,6 +56,10 @@ class LoraServer:
             self._server.send(LOAD, {"lora_name": name, "lora_path": str(folder)})
         except Rejected as error:
             raise UserError(f"--server {self.url}: {_reason(error, folder)}") from error
+        if not self.has(name):  # a gateway, which accepts any request
+            raise UserError(
+                f"--server {self.url}: does not list {name} after {LOAD}. {HOW_TO_START}"
+            )
 
     def unload(self, name: str) -> None:
         """Unload an adapter. It is not an error if the server cannot: names are never used again."""
