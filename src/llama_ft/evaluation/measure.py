@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import data, models, training
 from llama_ft.config import Config
+from llama_ft.config.objectives import PROMPTS
 from llama_ft.errors import UserError, reason
 from llama_ft.evaluation.flags import EvaluateFlags, EvaluationRequest, ModelToEvaluate
 from llama_ft.inference.load import LoadedModel
@@ -26,6 +27,10 @@ from llama_ft.models.base.replaced import weights_stay_tied
 from llama_ft.runtime import Ranks, log
 
 SECONDS_TO_REACH_THE_HUB = 5.0
+WITHOUT_RESPONSES = (
+    "The run was trained on prompts, which need no responses. To compare rewards of prompts, use llama-ft rollout "
+    "with the run and with its base model."
+)
 Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr": ... or None}
 
 
@@ -45,6 +50,9 @@ def prepare_samples(
         candidate: the origin of the model, or of the model that was fine-tuned from it.
         what: the settings and the split of the samples.
         ranks: the ranks.
+
+    Raises:
+        UserError: samples cannot be used; those of a run on prompts may have no responses.
     """
     config = what.config.data
     model_config = request.model_config
@@ -55,24 +63,29 @@ def prepare_samples(
     objective = training.build_objective(Config())  # the default: the loss of each token
     trust = request.config.model.trust_remote_code
     media_model = data.MediaModel(request.folder, model_config, tokenizer, trust)
-    return data.prepare(
-        config,
-        tokenizer,
-        data.DataRequest(
-            context_length=models.resolve_context_length(config.context_length, model_config),
-            want_validation=what.split is None,
-            evaluates=True,
-            vocabulary_size=None if has_new_tokens else vocabulary,
-            add_tokens=has_new_tokens,
-            use=what.split or "train",
-            examples=objective.examples,
-            media_model=None if no_media else media_model,
-            no_media=no_media,
-            stop_ids=models.stop_ids(request.folder, model_config),
-        ),
-        cache=data.cache_dir(),
-        verify_cache=ranks.local_rank == 0,  # it reads all samples
-    )
+    try:
+        return data.prepare(
+            config,
+            tokenizer,
+            data.DataRequest(
+                context_length=models.resolve_context_length(config.context_length, model_config),
+                want_validation=what.split is None,
+                evaluates=True,
+                vocabulary_size=None if has_new_tokens else vocabulary,
+                add_tokens=has_new_tokens,
+                use=what.split or "train",
+                examples=objective.examples,
+                media_model=None if no_media else media_model,
+                no_media=no_media,
+                stop_ids=models.stop_ids(request.folder, model_config),
+            ),
+            cache=data.cache_dir(),
+            verify_cache=ranks.local_rank == 0,  # it reads all samples
+        )
+    except UserError as error:
+        if candidate.run is None or candidate.run.data.dataset_format != PROMPTS:
+            raise
+        raise UserError(*error.messages, WITHOUT_RESPONSES) from error
 
 
 def measure_loss(

@@ -57,6 +57,15 @@ def shown(folder: Path, seconds: float, price: float | None = None) -> str:
     return captured.get()
 
 
+def test_the_terminal_shows_the_rewards_of_reinforcement_learning(running: Path) -> None:
+    file = running / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    rewarded = [line | {"train/reward": line["step"] / 100} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in rewarded))
+    [text] = [line for line in shown(running, 705).splitlines() if line.startswith("mean reward")]
+    assert "0.6, mean of the last 20: 0.505" in text
+
+
 def test_the_end_follows_from_the_time_of_the_steps_so_far(running: Path) -> None:
     progress = progress_of(read_run(running), START + 705)
     assert progress.step_seconds == 10.0

@@ -13,6 +13,7 @@ from llama_ft.config import DataConfig
 from llama_ft.config.data_names import kind_of_data
 from llama_ft.data import DataRequest, TokenizedData, prepare, two_examples, unpaired_examples
 from llama_ft.errors import UserError
+from llama_ft.extensions.rollouts.dataset import Selection, _description
 from llama_ft.extensions.rollouts.rounds import Round, write_unscored
 
 ROUNDS: tuple[Totals, ...] = (
@@ -193,6 +194,12 @@ def test_broken_rounds_and_other_tokenizers_are_user_errors(
     (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
     with pytest.raises(UserError, match="its token ids are of the tokenizer of org/tiny"):
         prepared(folder, tmp_path, tmp_path)
+
+
+def test_equal_rewards_of_all_answers_are_named(tiny_model: Path, tmp_path: Path) -> None:
+    write_rounds(tmp_path, tiny_model, [[0.0, 0.0]], [[0.0, None]])
+    text = _description(str(tmp_path), "", Selection("auto", "best", None))
+    assert "2 rounds of rollouts, 1 best answer; all rewards are 0; left out:" in text
 
 
 def test_only_directories_with_complete_rounds_are_rollouts(

@@ -337,6 +337,13 @@ def test_the_reward_of_held_out_prompts_is_measured(job: Job) -> None:
     assert "eval/perplexity" not in lines[-1]
 
 
+def test_held_out_prompts_without_responses_cannot_be_compared(job: Job) -> None:
+    evaluate = RECIPE.with_name("evaluate.py")
+    finished = forked(evaluate, job.folder / "held_out", "--device", "cpu")
+    assert finished.exit_code == 2, finished.output
+    assert "To compare rewards of prompts, use llama-ft rollout" in finished.output
+
+
 def test_ranks_share_the_prompts_of_a_validation_file(of_two_ranks: Job) -> None:
     rewards = series(of_two_ranks.folder / "held_out-ranks", "eval/reward")
     assert rewards == pytest.approx([statistics.mean(HELD_OUT) / 10] * 2)
@@ -526,6 +533,14 @@ def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:
         "--max_completion_length 257: a prompt and its answer have 256 positions" in finished.output
     )
     assert not (job.folder / "bad").exists()
+
+
+def test_steps_that_teach_nothing_are_a_warning_once(job: Job) -> None:
+    equal = job.flags("equal", reward=f"{job.folder}/reward.py:number", max_train_step=2)
+    finished = forked(RECIPE, *equal)
+    assert finished.exit_code == 0, finished.output
+    assert finished.output.count("have equal rewards, so the step teaches nothing") == 1
+    assert series(job.folder / "equal", "train/grad_norm") == [0, 0]
 
 
 @pytest.mark.slow

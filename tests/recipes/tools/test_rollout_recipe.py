@@ -212,7 +212,7 @@ def test_a_server_answers_once_also_if_the_rewards_fail_at_first(job: Job) -> No
 
 
 def test_flags_that_do_not_fit_are_one_message_each(tmp_path: Path, tiny_model: Path) -> None:
-    flags = ["--server", "localhost:8000", "--device", "cpu", "--temperature", "0"]
+    flags = ["--server", "localhost:8000", "--device", "cpu", "--temperature", "0", "--score_again"]
     finished = forked(ROLLOUT, str(tiny_model), *flags)
     assert finished.exit_code == 2
     for message in (
@@ -220,6 +220,7 @@ def test_flags_that_do_not_fit_are_one_message_each(tmp_path: Path, tiny_model: 
         "--output_dir is needed: the directory for the rounds.",
         "--server localhost:8000: expected a URL such as http://localhost:8000.",
         "--device: not with --server, which computes.",
+        "--score_again: needs --reward.",
         "--temperature",
     ):
         assert finished.output.count(message) == 1, finished.output

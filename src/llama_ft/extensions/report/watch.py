@@ -134,6 +134,7 @@ def picture(run: Run, now: float, price: float | None, has_blocks: bool = True) 
     for name, text in [
         ("time", _times(progress)),
         ("cost", _costs(progress, price)),
+        ("mean reward", _losses(run, "train/reward", has_blocks)),
         ("loss", _losses(run, "train/loss", has_blocks)),
         ("validation", _validation(run)),
         ("speed", _speed(run)),

@@ -191,6 +191,8 @@ def _description(name: str, sums: str, selection: Selection) -> str:
     if not used:
         raise UserError(f"{name}: nothing to train on: {', '.join(left_out)}; {rewards}.")
     text = f"{name}: {plural(len(folders), 'round')} of rollouts, {plural(used, _noun(selection))}"
+    if totals and min(totals) == max(totals):
+        text += f"; all rewards are {min(totals):.4g}"
     if left_out:
         text += f"; left out: {', '.join(left_out)}"
     return text

@@ -111,6 +111,8 @@ def read_rollout_flags(argv: list[str], description: str) -> RolloutFlags:
         errors.append("--output_dir is needed: the directory for the rounds.")
     elif problem := not_writable(expanded(flags.output_dir)):
         errors.append(f"--output_dir {flags.output_dir}: {problem}")
+    if flags.score_again and not flags.reward:
+        errors.append("--score_again: needs --reward.")
     errors += _check_servers(flags, set(parsed.origins))
     check(errors)
     return flags

@@ -37,7 +37,7 @@ from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters.lora import adapter_off
 from llama_ft.models.computing.chunked_loss import cross_entropy
-from llama_ft.runtime import Ranks, sent
+from llama_ft.runtime import Ranks, log, sent
 from llama_ft.training import Objective
 from llama_ft.training.objectives.base import (
     LossSum,
@@ -77,6 +77,7 @@ class Grpo(Objective):
         self.counts_tokens = COUNTS_TOKENS[self._loss_type]
         self.rounds: TrainingRounds | None = None
         self.mismatch = Mismatch()
+        self._has_warned = False
 
     @staticmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
@@ -96,7 +97,14 @@ class Grpo(Objective):
             masks_truncated=settings.mask_truncated_completions,
         )
         old = self.rounds.old.by_location
-        return make_step(select(rollouts, how), planned, self.rounds.layout, rollouts, old)
+        chosen = select(rollouts, how)
+        if chosen.equal_groups == len(rollouts.groups()) and not self._has_warned:
+            log.warning(
+                f"step {planned.step}: all answers to a prompt have equal rewards, so the step teaches nothing. "
+                "Fine-tune on good answers first, or use more --num_generations."
+            )
+            self._has_warned = True
+        return make_step(chosen, planned, self.rounds.layout, rollouts, old)
 
     def validation(self, name: str, built: BuiltModel) -> "LossSums | None":
         """See `Objective`. The rewards of answers to held-out prompts."""
