@@ -484,6 +484,11 @@ def test_a_changed_reward_is_named_before_rounds_are_used_and_can_be_allowed(job
     assert contents(folder_of(job.folder / "changed", 1)) == before
     sums = [job.round("changed", number).facts.rewards[0].sha256 for number in (1, 2)]
     assert sums[0] != sums[1] == sha256_of(reward)
+    settings["resume_allow_changes"] = "max_train_step,reward,seed"
+    other = forked(RECIPE, *job.flags("changed", **settings | {"max_train_step": 3, "seed": 7}))
+    assert other.exit_code == 0, other.output
+    seeds = [job.round("changed", number).facts.seed for number in (1, 2, 3)]
+    assert seeds[0] == seeds[1] != seeds[2]
 
 
 @pytest.mark.slow

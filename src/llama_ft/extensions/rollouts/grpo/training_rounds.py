@@ -164,9 +164,11 @@ class TrainingRounds(Part):
         sampling = self._sampling(run.built)
         trained = self._number_of(run.state.step)
         waiting = []
+        # the newest one that was trained on, too: rewards and data must be as they were
+        changed = {"seed", "dataset"}.intersection(self._config.checkpoint.resume_allow_changes)
+        checked = trained + 1 if changed else trained
         for folder in list_rounds(run.directory):
-            # the newest one that was trained on, too: rewards and data must be as they were
-            if int(folder.name) >= trained:
+            if int(folder.name) >= checked:
                 earlier = read_round(folder)
                 facts = self._facts(sampling, earlier.facts.step, earlier.facts.policy["checksum"])
                 facts = replace(facts, source=earlier.facts.source)
