@@ -7,8 +7,6 @@ To change the loss, see llama_ft/training/objectives/sft.py; to change how sampl
 llama_ft/data/read/formats.py.
 """
 
-import atexit
-import gc
 from pathlib import Path
 
 from llama_ft.config import Config, check_command_line, load_flags
@@ -17,11 +15,7 @@ PLANNER = Path(__file__).with_name("plan.py")
 DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
 if __name__ == "__main__":
-    check_command_line(str(__doc__), DEMO_CONFIG)  # before the imports below, which take 5 s
-
-# Imports make few cycles and millions of objects, which the collector searches again and again: a
-# sixth of their time.
-gc.disable()
+    check_command_line(str(__doc__), DEMO_CONFIG)  # before the imports below, which take 6 s
 
 import time  # noqa: E402
 from functools import partial  # noqa: E402
@@ -47,10 +41,6 @@ from llama_ft.run import (  # noqa: E402
     trainer_record,
 )
 from llama_ft.runtime import Ranks, log  # noqa: E402
-
-gc.enable()
-gc.freeze()  # nor search them later: the planner's process would copy the pages that hold them
-atexit.register(gc.unfreeze)  # triton complains at the end about objects that are left
 
 
 @fire.decorators.SetParseFn(str)  # texts, which load_flags checks and converts

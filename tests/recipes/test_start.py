@@ -66,17 +66,6 @@ def test_a_run_imports_no_package_that_it_does_not_need(
     assert "kernels-community" not in finished.output
 
 
-@pytest.mark.slow
-def test_imported_objects_are_not_searched_for_garbage() -> None:
-    """That would take a sixth of the time of imports, and as much in the planner's process."""
-    program = f"import gc, sys; sys.path.append('{RECIPE.parent}'); import finetuning; "
-    program += (
-        "print(gc.isenabled(), gc.get_stats()[2]['collections'], gc.get_freeze_count() > 1e5)"
-    )
-    imported = run([sys.executable, "-c", program])
-    assert imported.output.split() == ["True", "0", "True"]  # and no complaint at the end
-
-
 def test_a_run_prints_few_lines_and_ends_with_commands_that_work(
     tiny_model: Path, rows70: Path, tmp_path: Path
 ) -> None:
