@@ -46,6 +46,8 @@ MODEL_BYTES = {
 }
 LARGEST_BYTES = {target: WORDS * HIDDEN * (4 if target == "fp32" else 2) for target in MODEL_BYTES}
 ALLOWANCE = 64 * 2**20
+# of a rank's shards that its level rises by: some memory is used again that was there before loading
+LEAST_SHARE = 0.95
 
 
 def benchmark() -> ModuleType:
@@ -142,7 +144,7 @@ def test_no_rank_holds_more_than_its_shards_and_a_part_of_a_tensor(
 ) -> None:
     peaks = measure(folder, RANKS, way, target)["host_peaks"]
     for peak, bound in zip(peaks, bounds(way, target), strict=True):
-        assert MODEL_BYTES[target] / RANKS < peak < bound
+        assert LEAST_SHARE * MODEL_BYTES[target] / RANKS < peak < bound
 
 
 @pytest.mark.slow
@@ -165,7 +167,7 @@ def test_a_published_checkpoint_is_not_dequantized_as_a_whole(
         assert in_shards < 0.4 * whole
     for rank, (loaded, peak) in enumerate(zip(found["ranks"], found["host_peaks"], strict=True)):
         room = 1.5 * loaded["largest"] if way == "scatter" and rank == 0 else loaded["slice"]
-        assert loaded["shards"] < peak < loaded["shards"] + 2 * (room + ALLOWANCE)
+        assert LEAST_SHARE * loaded["shards"] < peak < loaded["shards"] + 2 * (room + ALLOWANCE)
 
 
 def test_a_rank_that_loads_the_whole_model_is_over_the_bound(folder: Path) -> None:
