@@ -34,6 +34,9 @@ def python_with_trl() -> str | None:
     return str(finished[-1].parent / "bin" / "python") if finished else None
 
 
+TRL_PYTHON = python_with_trl()  # tests have a cache of their own
+
+
 def read_lines(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -103,10 +106,10 @@ def test_the_recipes_batches_are_planned_in_this_process(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(python_with_trl() is None, reason="TRL is not installed: make comparison")
+@pytest.mark.skipif(TRL_PYTHON is None, reason="TRL is not installed: make comparison")
 def test_three_steps_of_every_training_are_the_same_in_trl(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path)]
-    command += ["--trl_python", str(python_with_trl()), "--model"]
+    command += ["--trl_python", str(TRL_PYTHON), "--model"]
     command += [str(build_demo(cache_dir()).model_dir), "--length", "256", "--seed", "3"]
     command += ["--steps", "3", "--eval_steps", "2", "--dpo_steps", "3", "--dpo_eval_steps", "2"]
     command += [
