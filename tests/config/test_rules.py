@@ -57,6 +57,12 @@ from llama_ft.errors import UserError
         "--validation a.jsonl --best_by eval/rewards/margins",
         "--objective dpo --score exact",
         "--objective distill --dataset alpaca",
+        "--objective grpo --server_timeout 5m",
+        "--objective grpo --server_requests 4",
+        "--objective grpo --staleness 1",
+        "--objective grpo --epsilon 0.1",
+        "--objective grpo --epsilon_high 0.28",
+        "--objective grpo --dataset a.jsonl --num_generations_eval 4",
         "--score_tokens 5",
         "--validation a.jsonl --validation_output b.jsonl",
     ],
@@ -114,6 +120,9 @@ def test_a_secret_in_a_setting_is_rejected_and_not_printed(errors_of, line: str)
         "--objective dpo --reference_model org/name --beta 0.3",
         "--objective simpo --simpo_gamma 1 --dpo_label_smoothing 0.1 --dataset_format preference",
         "--objective reward --center_rewards_coefficient 0.01 --use_peft --quantization 8bit",
+        "--objective grpo --server http://localhost:8000 --server_timeout 5m --staleness 1",
+        "--objective grpo --num_iterations 2 --epsilon 0.1 --epsilon_high 0.28",
+        "--objective grpo --dataset a.jsonl --validation 0.1 --num_generations_eval 4",
     ],
 )
 def test_valid_combinations_are_accepted(errors_of, line: str) -> None:

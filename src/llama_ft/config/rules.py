@@ -34,6 +34,7 @@ SECRET = (
     "gs:// take credentials from the environment, MLflow takes MLFLOW_TRACKING_TOKEN; download the rest first."
 )
 PATTERNS_OF_SIZE = {"rank_pattern", "alpha_pattern"}
+NEED_VALIDATION = ("early_stopping_patience", "eval_steps", "score", "num_generations_eval")
 # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
 STEPS_BEFORE_PROFILE = 3
 PROFILED_STEPS = 3
@@ -115,6 +116,12 @@ def _needs_objective(dataset_format: str) -> Rule:
     )
 
 
+def _waits_for_validation(name: str, s: Any) -> bool:
+    """Return whether a setting of evaluations is set, and there is no validation data."""
+    is_set = getattr(s, name) != SETTINGS[name].default
+    return is_set and s.run_validation and not brings_validation(s)
+
+
 # Rules that look at their own field only.
 VALUE_RULES: tuple[Rule, ...] = (
     (
@@ -158,21 +165,14 @@ RULES: tuple[Rule, ...] = (
         "is {}, but the answers of objective {objective} are padded, and only packed sequences can be shared. "
         "Leave it out.",
     ),
-    (
-        "early_stopping_patience",
-        lambda s: s.early_stopping_patience and s.run_validation and not brings_validation(s),
-        "has no effect without validation data. Add validation 0.05, or a file.",
-    ),
-    (
-        "eval_steps",
-        lambda s: s.eval_steps and s.run_validation and not brings_validation(s),
-        "has no effect without validation data. Add validation 0.05, or a file.",
-    ),
-    (
-        "score",
-        lambda s: s.score and s.run_validation and not brings_validation(s),
-        "has no effect without validation data. Add validation 0.05, or a file.",
-    ),
+    *[
+        (
+            name,
+            partial(_waits_for_validation, name),
+            "has no effect without validation data. Add validation 0.05, or a file.",
+        )
+        for name in NEED_VALIDATION
+    ],
     (
         "score",
         lambda s: s.score and (s.truncation == "split" or s.labels == "all"),
@@ -370,7 +370,7 @@ ADAPTER_FIELDS = [
     name for name in PEFT_FIELDS if name not in ("peft_method", "from_peft_checkpoint")
 ]
 VALIDATION_FIELDS = "val_batch_size eval_steps max_eval_step early_stopping_patience early_stopping_min_delta".split()
-VALIDATION_FIELDS += ["score", "best_by"]
+VALIDATION_FIELDS += ["score", "best_by", "num_generations_eval"]
 NEED_CUDA = "use_liger activation_offload compile memory_snapshot fsdp_cpu_offload device_memory_fraction".split()
 NEED_CUDA += ["int8_threshold"]
 FSDP_FIELDS = (
@@ -420,6 +420,9 @@ CONDITIONS: tuple[Condition, ...] = (
         "objective",
         lambda value: OBJECTIVES[value].make_steps is None,
     ),
+    (["server_timeout", "server_requests", "staleness"], "server", bool),
+    # the first step on answers has the weights that have sampled them: nothing is clipped
+    (["epsilon", "epsilon_high"], "num_iterations", lambda value: value > 1),
     (["validation_output"], "validation", lambda value: as_fraction(value) is not None),
     (FSDP_FIELDS, "enable_fsdp", bool),
     (NEED_CUDA, "device", lambda value: value != "cpu"),
@@ -499,6 +502,8 @@ def broken_rules(
             continue
         other_flag = SETTINGS[other].flag.removeprefix("--")
         problem = f"has no effect with {other_flag} {format_value(values[other])}."
+        if values[other] in (None, []):
+            problem = f"has no effect without {other_flag}."
         for name in fields:
             if _asks_for_something(name, values[name], origins):
                 way_out = WAYS_OUT.get(other, "")

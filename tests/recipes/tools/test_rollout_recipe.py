@@ -212,7 +212,8 @@ def test_a_server_answers_once_also_if_the_rewards_fail_at_first(job: Job) -> No
 
 
 def test_flags_that_do_not_fit_are_one_message_each(tmp_path: Path, tiny_model: Path) -> None:
-    flags = ["--server", "localhost:8000", "--device", "cpu", "--temperature", "0", "--score_again"]
+    flags = ["--server", "localhost:8000", "--device", "cpu", "--temperature", "0"]
+    flags += ["--score_again", "--reward_timeout", "5", "--pass_threshold", "2"]
     finished = forked(ROLLOUT, str(tiny_model), *flags)
     assert finished.exit_code == 2
     for message in (
@@ -221,6 +222,8 @@ def test_flags_that_do_not_fit_are_one_message_each(tmp_path: Path, tiny_model: 
         "--server localhost:8000: expected a URL such as http://localhost:8000.",
         "--device: not with --server, which computes.",
         "--score_again: needs --reward.",
+        "--reward_timeout: needs --reward.",
+        "--pass_threshold: needs --reward.",
         "--temperature",
     ):
         assert finished.output.count(message) == 1, finished.output

@@ -15,6 +15,14 @@ from llama_ft.extensions.rollouts.rewards.flags import MOST_GENERATIONS, RewardF
 from llama_ft.inference.flags import ModelFlags, check_models
 from llama_ft.masking import is_url_with_secret
 
+OF_REWARDS = {
+    "reward_timeout",
+    "reward_memory",
+    "reward_processes",
+    "score_again",
+    "pass_threshold",
+}
+
 
 @dataclass(config=STRICT, kw_only=True)
 class RolloutServerFlags:
@@ -111,9 +119,10 @@ def read_rollout_flags(argv: list[str], description: str) -> RolloutFlags:
         errors.append("--output_dir is needed: the directory for the rounds.")
     elif problem := not_writable(expanded(flags.output_dir)):
         errors.append(f"--output_dir {flags.output_dir}: {problem}")
-    if flags.score_again and not flags.reward:
-        errors.append("--score_again: needs --reward.")
-    errors += _check_servers(flags, set(parsed.origins))
+    given = set(parsed.origins)
+    if not flags.reward:
+        errors += [f"--{name}: needs --reward." for name in sorted(given & OF_REWARDS)]
+    errors += _check_servers(flags, given)
     check(errors)
     return flags
 

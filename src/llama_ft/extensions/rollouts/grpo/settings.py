@@ -40,7 +40,7 @@ class GrpoConfig(RewardFlags, PolicyServerFlags):
     """grpo: answers generated at once, per rank."""
 
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """grpo: ratios of probabilities are clipped at 1 - epsilon."""
+    """grpo: with num_iterations above 1: ratios of probabilities are clipped at 1 - epsilon."""
 
     epsilon_high: Annotated[float, Field(gt=0)] | None = None
     """grpo: they are clipped at 1 + epsilon_high; if not given, at 1 + epsilon. DAPO: 0.28."""

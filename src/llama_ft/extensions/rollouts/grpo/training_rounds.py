@@ -494,8 +494,6 @@ def check(setup: Setup, inputs: RunInputs) -> None:
         )
     if settings.server:
         problems += [*check_urls(settings.server), *find_problems(config)]
-    elif settings.staleness:
-        problems.append("--staleness 1: the model's own answers are never stale. Add --server.")
     if setup.resumed is not None:
         problems += changed_settings(settings, setup.resumed.trainer["config"].get("grpo", {}))
     if problems:
