@@ -57,6 +57,9 @@ from llama_ft.errors import UserError
         "--validation a.jsonl --best_by eval/rewards/margins",
         "--objective dpo --score exact",
         "--objective distill --dataset alpaca",
+        "--objective grpo --loss_type nll",
+        "--objective grpo --loss_type dft",
+        "--loss_type dapo",
         "--objective grpo --server_timeout 5m",
         "--objective grpo --server_requests 4",
         "--objective grpo --staleness 1",
@@ -193,6 +196,17 @@ def test_a_flag_without_effect_is_rejected(errors_of, line: str) -> None:
     (message,) = errors_of(*line.split())
     assert " has no effect " in message
     assert message.split()[0] in line
+
+
+def test_a_loss_of_another_objective_is_rejected_with_those_of_this_one(
+    errors_of, write_config
+) -> None:
+    known = "with objective grpo, this run has dapo, grpo, dr_grpo."
+    assert errors_of("--objective=grpo", "--loss_type=nll") == [f"--loss_type is nll; {known}"]
+    # config.yaml holds the default of each setting
+    assert errors_of(write_config("train:\n  loss_type: nll\n"), "--objective=grpo") == []
+    dft = write_config("train:\n  loss_type: dft\n")
+    assert errors_of(dft, "--objective=grpo") == [f"mine.yaml:2: train.loss_type is dft; {known}"]
 
 
 def test_sample_prompts_without_sample_tokens_are_rejected_with_the_missing_setting(

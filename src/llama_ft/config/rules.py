@@ -12,7 +12,6 @@ from typing import Any
 
 from llama_ft.config.data_names import has_splits, is_url, kind_of_data
 from llama_ft.config.objectives import (
-    LOSS_TYPES,
     OBJECTIVES,
     PASSES,
     PREFERENCE,
@@ -146,14 +145,6 @@ VALUE_RULES: tuple[Rule, ...] = (
     ),
 )
 RULES: tuple[Rule, ...] = (
-    (
-        "loss_type",
-        lambda s: (
-            s.loss_type not in (LOSS_TYPES[0], *OBJECTIVES[s.objective].loss_types)
-            and has_setting("loss_type", s.objective)
-        ),
-        "is {}, which is of another objective than {objective}. Choose one of this objective, or leave it out.",
-    ),
     (
         "sequence_parallel_size",
         lambda s: s.sequence_parallel_size > 1 and s.batching_strategy != "packing",
@@ -490,10 +481,15 @@ def broken_rules(
     # Keys: the field, and the text of its rule. A secret and the conditions share the text "": a
     # field gets one of these messages only.
     messages = _broken(RULES, values, origins)
-    known = best_metrics(SimpleNamespace(**values))
-    if values["best_by"] not in known and values["run_validation"]:
-        problem = f"is {values['best_by']}; this run has {', '.join(known)}."
-        messages["best_by", ""] = f"{describe_setting('best_by', origins)} {problem}"
+    # Defaults are those of sft: another objective replaces one that nobody has named.
+    choices = {"loss_type": [*OBJECTIVES[values["objective"]].loss_types]}
+    if values["run_validation"]:
+        choices["best_by"] = best_metrics(SimpleNamespace(**values))
+    for name, known in choices.items():
+        value = values[name]
+        if known and value not in known and _asks_for_something(name, value, origins):
+            problem = f"is {value}; with objective {values['objective']}, this run has {', '.join(known)}."
+            messages[name, ""] = f"{describe_setting(name, origins)} {problem}"
     for name, value in values.items():
         if is_url_with_secret(str(value)):
             messages[name, ""] = f"{describe_setting(name, origins)} {SECRET}"

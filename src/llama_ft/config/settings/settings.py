@@ -206,8 +206,8 @@ class TrainConfig:
 
     loss_type: LossType = "nll"
     """TRL's loss_type. sft: nll is the cross-entropy; dft, Dynamic Fine-Tuning, multiplies it by the
-    token's probability, so that unlikely tokens change the model less. grpo: dapo (also
-    for nll) is a mean over all tokens; grpo and dr_grpo are means over answers, of means and of sums."""
+    token's probability, so that unlikely tokens change the model less. grpo: dapo, its
+    default, is a mean over all tokens; grpo and dr_grpo are means over answers, of means and of sums."""
 
     label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a target's probability that is spread over the whole vocabulary; the validation loss
