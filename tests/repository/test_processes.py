@@ -1,5 +1,7 @@
-"""The end of restarts by torchrun, whose agent is the parent of the ranks; and the command as it was typed."""
+"""The end of restarts by torchrun, whose agent is the parent of the ranks; the command as it was typed;
+and the end of a process."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +82,53 @@ def test_the_command_is_as_it_was_typed_with_its_launcher(tmp_path: Path) -> Non
     command = [sys.executable, str(launcher), "--nproc_per_node", "2", *words]
     launched = subprocess.run(command, capture_output=True, text=True, check=True)
     assert launched.stdout == f"torchrun --nproc_per_node 2 {script} --lr 1e-1 --name 'a b'\n"
+
+
+END = """
+import atexit, threading, time, sys
+from llama_ft.processes import end_quickly
+
+class Module:
+    def __del__(self):
+        print("destroyed", flush=True)
+
+kept = Module()
+sys.modules["kept"] = kept
+atexit.register(print, "registered")
+def work():
+    time.sleep(0.2)
+    print("thread")
+threading.Thread(target=work).start()
+sys.stdout.write("script ")
+if len(sys.argv) > 1:
+    end_quickly(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"), [((), ["destroyed"]), (("0",), []), (("3",), [])]
+)
+def test_a_process_that_ends_quickly_waits_for_threads_and_functions_at_exit(
+    arguments: tuple[str, ...], printed: list[str]
+) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", END, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert finished.returncode == int(arguments[0] if arguments else 0)
+    assert finished.stdout.split() == ["script", "thread", "registered", *printed]
+    assert not finished.stderr
+
+
+def test_output_that_cannot_be_written_still_fails_a_process_that_ends_quickly() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    script = "from llama_ft.processes import end_quickly; print('lost'); end_quickly()"
+    finished = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONUNBUFFERED": ""},  # otherwise `print` fails
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    os.close(write_end)
+    assert finished.returncode == 120 and b"BrokenPipeError" in finished.stderr  # Python's own end

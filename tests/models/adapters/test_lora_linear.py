@@ -110,6 +110,22 @@ def test_fused_lora_has_the_outputs_and_gradients_of_peft(
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("is_training", [False, True])
+def test_without_gradients_the_output_has_the_same_bits(is_training: bool, scheme: str) -> None:
+    model = model_of(SCHEMES[scheme], bias=True, dtype=torch.bfloat16, lora_dropout=0.3)
+    use_fused_lora(model)
+    model.train(is_training)
+    inputs = torch.randn(*ROWS, IN, dtype=torch.bfloat16)
+    outputs = []
+    for has_gradients in (True, False):
+        torch.manual_seed(0)  # of dropout
+        with torch.set_grad_enabled(has_gradients):
+            outputs.append(model(inputs))
+    assert outputs[0].requires_grad and not outputs[1].requires_grad
+    assert torch.equal(*outputs) and outputs[0].shape == outputs[1].shape
+
+
 def test_dropout_on_cuda_has_the_gradients_of_autograd() -> None:
     model = model_of(bias=True, lora_dropout=0.3)
     use_fused_lora(model)

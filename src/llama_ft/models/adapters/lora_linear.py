@@ -211,6 +211,14 @@ def lora_linear(
 ) -> torch.Tensor:
     """Compute y [..., out] from x [..., in], a frozen weight [out, in] and bias, A [r, in] and B
     [out, r]. A quantized weight has a scale and a scheme."""
+    if dropout == 0 and not torch.is_grad_enabled():
+        # The same numbers without autograd, whose work per call is longer than one token's matmul.
+        flat = x.reshape(-1, x.shape[-1])
+        u = flat @ a.to(x.dtype).t()
+        y = torch.ops.llama_ft.lora_linear(
+            flat, u, weight, scale, bias, b.to(x.dtype), scaling, scheme
+        )
+        return cast(torch.Tensor, y.view(*x.shape[:-1], len(b)))
     placeholder, u = _LowRank.apply(x, weight, scale, a, b, scaling, dropout, scheme)
     # Detached: _LowRank has the backward pass of x and b, and `placeholder` leads to it.
     b = b.detach().to(x.dtype)
