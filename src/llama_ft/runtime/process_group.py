@@ -190,9 +190,11 @@ class Ranks:
         if self.local_rank == 0:
             yield
             self.store.add(done, 1)
+        pause = 0.01
         while self.store.add(done, 0) < leaders:
             # the watchdog would take time.sleep for waiting on the device
-            threading.Event().wait(0.2)
+            threading.Event().wait(pause)
+            pause = min(0.2, 2 * pause)
         if self.local_rank != 0:
             yield
 
