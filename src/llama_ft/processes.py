@@ -58,30 +58,23 @@ class _Parent:
 PARENT = _Parent()
 
 
-class _End:
-    """The end of this process. Python destroys all modules, for 1.2 s after imports of torch and
-    Transformers. The kernel frees the same memory at once."""
-
-    def __init__(self) -> None:
-        self.exit_code: int | None = None
-        # before libraries do that: these functions run in reverse order
-        atexit.register(self._leave)
-
-    def _leave(self) -> None:
-        if self.exit_code is not None:
-            with suppress(OSError):  # otherwise Python's own end reports it
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(self.exit_code)
-
-
-_END = _End()
+_exit_codes = list[int]()  # none until the script has ended well
 
 
 def end_quickly(exit_code: int = 0) -> None:
-    """Let this process end without Python's destruction of all modules. Call it last in a script: threads
+    """Let this process end without Python's destruction of all modules, which takes 1.2 s after imports of
+    torch and Transformers; the kernel frees the same memory at once. Call it last in a script: threads
     are waited for, and functions registered with `atexit` run, as always."""
-    _END.exit_code = exit_code
+    _exit_codes.append(exit_code)
+
+
+@atexit.register  # before libraries do that: such functions run in reverse order
+def _end_quickly() -> None:
+    if _exit_codes:
+        with suppress(OSError):  # which Python's own end reports
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_exit_codes[-1])
 
 
 CONSOLE_SCRIPT = "llama-ft"
