@@ -64,8 +64,11 @@ _exit_codes = list[int]()  # none until the script has ended well
 def end_quickly(exit_code: int = 0) -> None:
     """Let this process end without Python's destruction of all modules, which takes 1.2 s after imports of
     torch and Transformers; the kernel frees the same memory at once. Call it last in a script: threads
-    are waited for, and functions registered with `atexit` run, as always."""
-    _exit_codes.append(exit_code)
+    are waited for, and functions registered with `atexit` run, as always. A process that has used a
+    GPU ends as always, since profilers of CUDA may write their last events then."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        _exit_codes.append(exit_code)
 
 
 @atexit.register  # before libraries do that: such functions run in reverse order

@@ -119,6 +119,14 @@ def test_a_process_that_ends_quickly_waits_for_threads_and_functions_at_exit(
     assert not finished.stderr
 
 
+def test_a_process_that_has_used_a_gpu_ends_as_always() -> None:
+    used = "import torch; torch.cuda.is_initialized = lambda: True\n"
+    finished = subprocess.run(
+        [sys.executable, "-c", used + END, "0"], capture_output=True, text=True, timeout=60
+    )
+    assert finished.stdout.split() == ["script", "thread", "registered", "destroyed"]
+
+
 def test_output_that_cannot_be_written_still_fails_a_process_that_ends_quickly() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
