@@ -218,5 +218,28 @@ def test_the_emulated_gpu_raises_and_waits_as_cuda_does(
         assert list(result["waits"]) == waits
 
 
+ENDS = """
+from unittest.mock import patch
+from llama_ft.extensions.rollouts.sampling import EndsOfAnswers
+
+late = iter([False, False, True, False, True, True, True])  # of the copies, as the host looks
+with patch.object(torch.cuda.Event, "query", lambda _: next(late)):
+    ends = EndsOfAnswers(5)
+    unfinished = torch.ones(2, dtype=torch.long, device="cuda")
+    assert not ends(unfinished)
+    unfinished[0].zero_()
+    assert not ends(unfinished)
+    unfinished[1].zero_()
+    assert not ends(unfinished)  # the first copy has arrived
+    assert ends(unfinished)  # the second and the third one
+assert [EndsOfAnswers(2)(unfinished + 1), EndsOfAnswers(1)(unfinished + 1)] == [False, True]
+"""
+
+
+def test_ends_of_answers_are_seen_without_a_wait(folder: Path) -> None:
+    [result] = run_job(folder, {"ends": {"snippet": ENDS, "capability": [9, 0]}})["ends"]
+    assert not result["error"] and not result["waits"]
+
+
 def test_a_backward_pass_runs_on_the_gpu(snippets: dict[str, Any]) -> None:
     assert snippets["matmul"]["launches"]["mm"] == 3

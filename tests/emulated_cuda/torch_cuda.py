@@ -153,9 +153,11 @@ def _through_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(data, *args, **kwargs)
         if isinstance(data, torch.Tensor) or torch.device(device).type != "cuda":
             return function(data, *args, device=device, **kwargs)
-        RECORDER.wait(f"{function.__name__} on the GPU")
         with torch._C._DisableTorchDispatch():
-            return CudaTensor(function(data, *args, **kwargs))
+            values = function(data, *args, **kwargs)
+            if values.numel():  # otherwise there is nothing to copy
+                RECORDER.wait(f"{function.__name__} on the GPU")
+            return CudaTensor(values)
 
     return make
 

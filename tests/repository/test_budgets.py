@@ -43,8 +43,9 @@ TOKENS = {
     "extensions/kubeflow": 850,
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
     # rounds, samplers, servers, also ahead, rewards, conversions, GRPO, its plan; signals while servers
-    # are probed or rewards computed, micro-batches by tokens, corrected rewards
-    "extensions/rollouts": 30_550,
+    # are probed or rewards computed, micro-batches by tokens, corrected rewards; copies from the device
+    # for which the host waits once, and ends of answers for which it does not wait
+    "extensions/rollouts": 31_000,
     "extensions/scores": 2200,
     "extensions/serving": 17_700,  # rules of edited adapters and of quantized bases, probes that ranks share
     "extensions/store": 11_000,  # also what checkpoints share, of which only what has changed is looked at
@@ -61,7 +62,9 @@ TOKENS = {
     "plan": 27_100,
     "run": 9300,
     "runtime": 12_950,  # work of rank 0 that the others wait for, from extensions/rollouts
-    "training": 27_200,  # what objectives say of generation and of held-out prompts, answers by one rank
+    # what objectives say of generation and of held-out prompts, answers by one rank, numbers whose largest
+    # one is logged
+    "training": 27_400,
 }
 # The files of the core that name images in their code. Others know media and towers, and leave the
 # rest to the extension: see data/media.py.

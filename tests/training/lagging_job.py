@@ -1,5 +1,5 @@
-"""recipes/finetuning.py with losses that are read a step late, as on a GPU, and one step that goes
-wrong on rank 1.
+"""recipes/finetuning.py with losses that are read a step late, as on a GPU, one step that goes wrong
+on rank 1, and each rank's number among those whose largest one is logged.
 
 lagging_job.py CASES.json      a list of runs, all in one launch: `lags`, `bad_step` (0: none), `flags`, and `sums`, a
                                file that gets a line with the weights' sum at the beginning of each step
@@ -39,6 +39,8 @@ def run(lags: bool, bad_step: int, sums: str, flags: list[str]) -> None:
         if len(found) == bad_step and os.environ["RANK"] == "1":
             losses[0].loss.fill_(float("nan"))
             gradients[0].fill_(float("nan"))
+        for number, loss in enumerate(losses):
+            loss.largest["rank"] = torch.tensor(float(os.environ["RANK"]) - number)
         return REDUCE(losses, gradients, *arguments)
 
     training.micro_batches = micro_batches  # type: ignore[assignment]

@@ -41,9 +41,12 @@ def test_gradient_norm_and_clipping_equal_torchs(
         ours.grad = theirs.grad * scale
     settings = TrainConfig(gradient_clipping=clipping, gradient_clipping_threshold=0.5)
     expected = clip_grad_norm_(reference.parameters(), 0.5 if clipping else float("inf"))
-    losses = [
-        LossSum(torch.tensor(loss), 7, {"margin": torch.tensor(2 * loss)}) for loss in (3.0, 4.0)
-    ]
+    losses = []
+    for loss in (3.0, 4.0):
+        value = torch.tensor(loss)
+        losses.append(
+            LossSum(value, 7, {"margin": 2 * value}, {"weight": 5 - value, "loss": value})
+        )
     built: Any = BuiltModel(model)  # type: ignore[arg-type]  # any module has gradients
     gradients = local_gradients(built, LossScale(scale), runtime)
     sums = reduce_losses_and_norm(losses, gradients, runtime)
@@ -51,7 +54,7 @@ def test_gradient_norm_and_clipping_equal_torchs(
     step = StepBatches(batches=[], target_tokens=14, samples=2)
     outcome = StepOutcome(step, losses, 14, sums)
     assert outcome.read() == (0.5, pytest.approx(expected.item()))
-    assert outcome.logged() == {"train/margin": 1.0}
+    assert outcome.logged() == {"train/margin": 1.0, "train/loss": 4.0, "train/weight": 2.0}
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
@@ -96,6 +99,7 @@ def test_a_loss_read_one_step_late_is_logged_for_its_own_step(
     assert finished.exit_code == 0, finished.output
     late = logged(tmp_path / "late")
     assert [line["step"] for line in late] == [0, 1, 2, 3, 4, 5, 6]
+    assert [line["train/rank"] for line in late[1:]] == [1] * 6  # the largest one
     for line, expected in zip(late, logged(tmp_path / "now"), strict=True):
         assert line == pytest.approx(expected, rel=1e-6)
 

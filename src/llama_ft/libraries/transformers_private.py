@@ -99,6 +99,8 @@ NAMES = {
         "get_relative_import_files(module_file)"
     ),
     ("generation", "answers"): "GenerationMode",
+    # Replaced: it waits for the GPU after each token.
+    ("generation.utils", "sampling"): "StopCheck(streamer)",
 }
 _ATTRIBUTES = {
     name

@@ -220,6 +220,8 @@ class TrainingRun:
             for name, value in step.metrics.items():
                 if isinstance(value, torch.Tensor):  # of the recipe; its step has ended
                     step.metrics[name] = value.item()
+            for part in self._parts:
+                part.step_read(self, step)
         self.ranks.record_step(self.state.step)
         return steps
 

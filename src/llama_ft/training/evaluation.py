@@ -43,7 +43,7 @@ from llama_ft.models.sharding.kept_units import (
     all_unsharded_if_they_fit,
     units_kept_if_they_fit,
 )
-from llama_ft.runtime import Ranks, log
+from llama_ft.runtime import Ranks, log, sent
 from llama_ft.runtime.rank0 import on_rank0
 from llama_ft.training.objectives.base import Objective, logged_means
 
@@ -406,7 +406,7 @@ def prompt_arguments(
         masks.append([0] * padding + [1] * len(prompt))
     arguments |= {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(masks)}
     # FSDP2 moves inputs to the GPU, generate() does not
-    return {name: values.to(device) for name, values in arguments.items()}
+    return {name: sent(values, device) for name, values in arguments.items()}
 
 
 def towers_in_root(model: PreTrainedModel, media: Media | None) -> AbstractContextManager[None]:

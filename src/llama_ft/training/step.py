@@ -112,8 +112,8 @@ class StepOutcome:
         batches: the step's number, its position in the epoch and this rank's micro-batches.
         losses: of this rank's micro-batches, without gradient.
         count: losses that are summed in the global batch.
-        sums: over all ranks, float64 [2 + logged]: sum of the losses, L2 norm of the gradients, and
-            the sums that `losses` log.
+        sums: over all ranks, float64 [2 + logged + largest]: sum of the losses, L2 norm of the
+            gradients, the sums that `losses` log, and the largest of other numbers.
         failed: float32 scalar on the device: 1 if the loss or the norm is not finite.
         is_skipped: gradients overflowed in fp16, and the weights did not change.
 
@@ -185,15 +185,23 @@ class StepOutcome:
         return loss_sum / self.count, norm
 
     def logged(self) -> dict[str, float]:
-        """The means of the further sums, as `train/<name>`; after `read`."""
-        sums = dict(zip(logged_names(self.losses), self.sums[2:].tolist(), strict=True))
-        means = logged_means(sums, self.count)
-        return {f"train/{name}": value for name, value in means.items()}
+        """The means of the further sums and the largest numbers, as `train/<name>`; after `read`."""
+        names = logged_names(self.losses)
+        values = iter(self.sums[2:].tolist())
+        sums = dict(zip(names, values, strict=False))
+        numbers = logged_means(sums, self.count)
+        numbers |= zip(largest_names(self.losses), values, strict=True)
+        return {f"train/{name}": value for name, value in numbers.items()}
 
 
 def logged_names(losses: Sequence[LossSum]) -> list[str]:
     """Return the names of the further sums, in the order of `StepOutcome.sums`."""
     return sorted(set().union(*[summed.logged for summed in losses]))
+
+
+def largest_names(losses: Sequence[LossSum]) -> list[str]:
+    """Return the names of the numbers whose largest one is logged, in the same order."""
+    return sorted(losses[0].largest)
 
 
 def local_gradients(built: BuiltModel, scale: LossScale, ranks: Ranks) -> list[torch.Tensor]:
@@ -216,8 +224,9 @@ def local_gradients(built: BuiltModel, scale: LossScale, ranks: Ranks) -> list[t
 def reduce_losses_and_norm(
     losses: Sequence[LossSum], gradients: list[torch.Tensor], ranks: Ranks
 ) -> torch.Tensor:
-    """Return `StepOutcome.sums`: the sum of the losses, the L2 norm of all gradients, and further
-    sums, over all ranks. It takes one small all-reduce and does not wait for the device.
+    """Return `StepOutcome.sums`: the sum of the losses, the L2 norm of all gradients, further sums
+    and largest numbers, over all ranks. It takes one small all-reduce and does not wait for the
+    device.
 
     Args:
         losses: of this rank's micro-batches.
@@ -235,9 +244,19 @@ def reduce_losses_and_norm(
         values = torch.stack([summed.logged[name] for summed in losses])
         numbers.append(values.double().sum())
     sums = torch.stack(numbers)
+    names = largest_names(losses)
+    if names:
+        # each rank has its own column, and zeros in the others: their sum over the ranks has all
+        by_rank = sums.new_zeros(len(names), ranks.world_size)
+        for own, name in zip(by_rank[:, ranks.rank], names, strict=True):
+            own.copy_(torch.stack([summed.largest[name] for summed in losses]).max())
+        sums = torch.cat([sums, by_rank.flatten()])
     # over all ranks: the losses of their samples, and the squares of their shards
     if ranks.world_size > 1:
         dist.all_reduce(sums)
+    if names:
+        of_ranks = sums[len(numbers) :].view(len(names), ranks.world_size)
+        sums = torch.cat([sums[: len(numbers)], of_ranks.amax(1)])
     sums[1].sqrt_()
     return sums
 

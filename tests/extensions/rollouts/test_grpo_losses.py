@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 
 import pytest
 import torch
@@ -18,7 +19,12 @@ from llama_ft.extensions.rollouts.grpo.losses import (
     sampler_weights,
     token_weights,
 )
-from llama_ft.extensions.rollouts.grpo.mismatch import Mismatch
+from llama_ft.extensions.rollouts.grpo.mismatch import (
+    MismatchMetrics,
+    largest_weight,
+    mismatch_sums,
+)
+from llama_ft.training.objectives.base import logged_means
 
 LENGTHS = [5, 1, 7, 3]
 ADVANTAGES = [0.9, -1.3, 0.0, 0.4]
@@ -139,18 +145,23 @@ def test_equal_log_probabilities_have_weights_of_1() -> None:
 def test_mismatch_has_means_the_largest_weight_and_the_effective_sample_size(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of two micro-batches of one rank, and another rank without answers."""
+    """Of two micro-batches, and another one without answers."""
     numbers = Numbers()
     weights = sampler_weights(numbers.old, numbers.sampler, numbers.tokens, "token_mask", 1.2)
-    mismatch = Mismatch()
+    sums = Counter[str]()
+    largest = []
     cut = 6
-    for part in (slice(cut), slice(cut, None)):
+    for part in (slice(cut), slice(cut, None), slice(0)):
         some = SamplerWeights(*(values[part] for values in weights))
-        mismatch.add(numbers.old[part], numbers.sampler[part], some)
-    mine = mismatch.take()
-    other = mismatch.take()
-    gathered = {name: torch.tensor([mine[name], other[name]]) for name in mine}
-    metrics = mismatch.metrics(gathered, 3)
+        for name, value in mismatch_sums(numbers.old[part], numbers.sampler[part], some).items():
+            sums[name] += value.item()
+        [(largest_name, value)] = largest_weight(some).items()
+        largest.append(value.item())
+    means = logged_means({**sums, "count/sampler": len(numbers.old)}, 1)
+    metrics = {f"train/{name}": value for name, value in means.items()}
+    metrics[f"train/{largest_name}"] = max(largest)
+    mismatch = MismatchMetrics()
+    mismatch.complete(metrics, 3)
     values = weights.weights.tolist()
     differences = (numbers.old - numbers.sampler).tolist()
     masked = sum(value == 0 for value in values)
@@ -164,6 +175,8 @@ def test_mismatch_has_means_the_largest_weight_and_the_effective_sample_size(
         "kl": statistics.mean(math.exp(d) - d - 1 for d in differences),
     }
     assert metrics == {f"train/sampler/{name}": pytest.approx(v) for name, v in expected.items()}
-    assert mismatch.metrics({name: values * 0 for name, values in gathered.items()}, 4) == {}
-    mismatch.metrics(gathered, 5)
+    without_answers = {"train/loss": 0.0, f"train/{largest_name}": 0.0}
+    mismatch.complete(without_answers, 4)
+    assert without_answers == {"train/loss": 0.0}
+    mismatch.complete({**metrics, "train/sampler/squared_weight": 1.0}, 5)
     assert caplog.text.count("of the tokens are not trained on") == 1  # of step 3

@@ -254,6 +254,10 @@ def test_two_ranks_have_the_losses_and_rounds_of_one(of_two_ranks: Job, name: st
     job = of_two_ranks
     one = series(job.folder / f"{name}-2", "train/loss")
     assert series(job.folder / f"{name}-ranks", "train/loss") == pytest.approx(one, abs=1e-6)
+    for number in ("weight", "largest_weight", "effective_sample_size"):
+        key = f"train/sampler/{number}"
+        ours = series(job.folder / f"{name}-2", key)
+        assert series(job.folder / f"{name}-ranks", key) == pytest.approx(ours, abs=1e-5)
     for number in (1,) if name == "twice" else (1, 2):
         answers = [answer.token_ids.tolist() for answer in flat(job.round(f"{name}-2", number))]
         theirs = [answer.token_ids.tolist() for answer in flat(job.round(f"{name}-ranks", number))]

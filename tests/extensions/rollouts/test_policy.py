@@ -1,15 +1,27 @@
 """What identifies the model that answers."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPOSITORY
+from transformers import AutoModelForCausalLM
 
 from llama_ft.errors import UserError
-from llama_ft.extensions.rollouts.policy import PolicyFiles, checksum_of, find_policy, open_served
+from llama_ft.extensions.rollouts import policy
+from llama_ft.extensions.rollouts.policy import (
+    PolicyFiles,
+    checksum_of,
+    find_policy,
+    open_served,
+    trained_checksum,
+)
 from llama_ft.inference.flags import ModelFlags
+from llama_ft.models import BuiltModel
+from llama_ft.runtime import Ranks
 
 OLD_RUNS = REPOSITORY / "tests/recipes/checkpoints/before_seams"
 
@@ -61,6 +73,22 @@ def test_the_checksum_changes_with_weights_and_tokenizer_only(
     weights.write_bytes(weights.read_bytes() + b" ")
     seen.add(checksum_of(files))
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("block_bytes", [1, 10_000, 2**30])
+def test_the_checksum_of_trained_weights_is_that_of_their_bytes_one_after_another(
+    tiny_model: Path, runtime: Ranks, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(policy, "BLOCK_BYTES", block_bytes)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    model.lm_head.weight.requires_grad_(False)
+    model.model.norm = model.model.norm.float()  # other bytes per number
+    digest = hashlib.sha256(b"base")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            digest.update(name.encode())
+            digest.update(bytes(parameter.detach().flatten().view(torch.uint8).tolist()))
+    assert trained_checksum(BuiltModel(model), runtime, "base") == digest.hexdigest()
 
 
 def test_a_served_policy_has_the_tokenizer_of_its_adapter(tiny_model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import utils as generation
 
 from llama_ft.data.batches.sampler import combine_seeds
 from llama_ft.errors import RunFailure
@@ -18,6 +19,7 @@ from llama_ft.inference.load import LoadedModel
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks
 
+LATER = 3  # tokens
 STOP = [7, 11, 30, 48]  # frequent enough in answers of a random model
 PROMPTS = [
     Prompt(index, {}, "", "", ids)
@@ -141,6 +143,34 @@ def test_top_k_and_top_p_leave_the_likeliest_tokens(loaded: Loaded) -> None:
         for place, token in enumerate(answer.token_ids.tolist()):
             likelier = probabilities[place][probabilities[place] > probabilities[place, token]]
             assert float(likelier.sum()) < 0.3
+
+
+def test_ends_that_are_seen_some_tokens_later_change_no_answer(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose copies arrive when it has computed what was queued before them."""
+    seen = list[int]()
+
+    class SeenLater:
+        def __init__(self, *_: object) -> None:
+            self.flags = list[bool]()
+
+        def __call__(self, unfinished: torch.Tensor, *_: object) -> bool:
+            self.flags.append(bool(unfinished.max() == 0))
+            return any(self.flags[:-LATER]) or len(self.flags) == SAMPLING.max_completion_length
+
+        def finish(self) -> int:
+            seen.append(sum(self.flags))
+            return 0
+
+    often = replace(SAMPLING, stop_ids=list(range(0, 384, 4)))
+    expected = loaded.sample(often, batch_size=3)
+    monkeypatch.setattr(generation, "StopCheck", SeenLater)
+    answers = loaded.sample(often, batch_size=3)
+    assert seen == [LATER + 1] * 3  # tokens of each batch from its end on
+    for (_, one), (_, other) in zip(pairs(answers), pairs(expected), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs.tolist() == other.logprobs.tolist()
 
 
 def test_answers_end_with_the_positions_of_the_model(loaded: Loaded) -> None:

@@ -2,6 +2,7 @@
 round.json."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ PATTERNS = (
     "checksums.txt",  # of a checkpoint; it has the checksums of the weights
 )
 HUB_CHECKSUM_LENGTH = 64  # hex digits: the Hub's cache names large files by their SHA-256
+BLOCK_BYTES = 64 * 2**20  # of weights that are copied from the device at once
 
 
 class PolicyFiles(NamedTuple):
@@ -76,18 +78,45 @@ def checksum_of(files: PolicyFiles) -> str:
 
 def trained_checksum(built: BuiltModel, ranks: Ranks, base: str = "") -> str:
     """Return the checksum of the trained weights and of a base model, on rank 0. All ranks call it:
-    sharded weights are gathered one after another."""
+    sharded weights are gathered one after another. The host waits for the device once per block."""
     digest = hashlib.sha256(base.encode())
+    for block in _blocks(built):
+        for name, value in _on_host(block, ranks).items():
+            digest.update(name.encode())
+            digest.update(value.numpy().data)
+    return digest.hexdigest()
+
+
+def _blocks(built: BuiltModel) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the trained parameters by name, in blocks of at most BLOCK_BYTES. A larger one is alone."""
+    block = dict[str, torch.Tensor]()
+    size = 0
     for name, parameter in built.model.named_parameters():
         if not parameter.requires_grad:
             continue
-        value = parameter.detach()
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        if ranks.is_main:
-            digest.update(name.encode())
-            digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        own = parameter.numel() * parameter.element_size()
+        if block and size + own > BLOCK_BYTES:
+            yield block
+            block = {}
+            size = 0
+        block[name] = parameter.detach()
+        size += own
+    if block:
+        yield block
+
+
+def _on_host(block: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return the bytes of parameters, uint8, with one copy from the device; none on other ranks than
+    0, which all must help to gather sharded ones."""
+    values = []
+    for value in block.values():
+        values.append(value.full_tensor() if isinstance(value, DTensor) else value)
+    if not ranks.is_main:
+        return {}
+    parts = [value.contiguous().flatten().view(torch.uint8) for value in values]
+    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+    on_host = joined.cpu().split([len(part) for part in parts])
+    return dict(zip(block, on_host, strict=True))
 
 
 def _checksum_of_file(path: Path) -> str:

@@ -10,6 +10,7 @@ ranks, so that rounding does not, either.
 """
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +25,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation import utils as generation
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config.value_types import STRICT
@@ -202,16 +204,17 @@ class OwnSampler:
         token_ids = [prompt.token_ids for prompt in own_prompts]
         arguments = prompt_arguments(self._model, token_ids, None, self._ranks.device)
         choose = ChooseTokens(seeds, longest, self._sampling, arguments["input_ids"])
-        with _stopping_between_tokens(self._model, self._ranks):
+        with (
+            _stopping_between_tokens(self._model, self._ranks),
+            _ends_without_waits(longest, self._ranks),
+        ):
             self._model.generate(  # type: ignore[operator]  # a mixin's method
                 **arguments,
                 max_new_tokens=longest,
                 logits_processor=LogitsProcessorList([choose]),
                 synced_gpus=self._ranks.shard.size > 1,
             )
-        choose.check()
-        tokens = torch.stack(choose.tokens, dim=1).cpu().numpy()
-        logprobs = torch.stack(choose.logprobs, dim=1).cpu().numpy()
+        tokens, logprobs = choose.read()
         answers = {}
         for row, item in enumerate(batch):
             answers[item] = make_answer(
@@ -240,6 +243,52 @@ def _stopping_between_tokens(model: PreTrainedModel, ranks: Ranks) -> Iterator[N
         yield
     finally:
         check.remove()
+
+
+class EndsOfAnswers:
+    """Says when all answers of a batch have ended, in place of Transformers' StopCheck. That waits for
+    the GPU after each token; here the host looks at those copies that have arrived. Until then a few
+    more tokens are generated, which `make_answer` drops.
+
+    Args:
+        longest: maximum tokens of an answer, which the host counts.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._remaining = longest
+        self._copies = deque[tuple[torch.Tensor, torch.cuda.Event]]()
+
+    def __call__(self, unfinished: torch.Tensor, *others: Any) -> bool:
+        self._remaining -= 1
+        are_unfinished = torch.empty((), dtype=torch.bool, pin_memory=True)
+        are_unfinished.copy_(unfinished.any(), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._copies.append((are_unfinished, copied))
+        while self._copies and self._copies[0][1].query():
+            are_unfinished, _ = self._copies.popleft()
+            if not are_unfinished:
+                return True
+        return self._remaining == 0
+
+    def finish(self) -> int:
+        """Return how many tokens Transformers takes back."""
+        return 0
+
+
+@contextmanager
+def _ends_without_waits(longest: int, ranks: Ranks) -> Iterator[None]:
+    """In the block, `generate` does not wait for the GPU to see whether answers have ended. Ranks that
+    share the weights exchange that after each token, for which they wait."""
+    if ranks.device.type != "cuda" or ranks.shard.size > 1:
+        yield
+        return
+    own = generation.StopCheck
+    generation.StopCheck = lambda *_: EndsOfAnswers(longest)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        generation.StopCheck = own  # type: ignore[misc]
 
 
 class ChooseTokens:
@@ -291,13 +340,20 @@ class ChooseTokens:
         self.logprobs.append(logprobs.gather(1, chosen).squeeze(1))
         return torch.full_like(logits, -torch.inf).scatter(1, chosen, 0.0)
 
-    def check(self) -> None:
-        """Raise a RunFailure if the logits of a token were not finite. After the last token: the host
-        waits for the device."""
-        if not torch.stack(self._are_finite).all():
+    def read(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Return the tokens and their log-probabilities, [answers, tokens], after the last token: the
+        host waits for the device, once. Raises a RunFailure if the logits of a token were not finite."""
+        tokens = torch.stack(self.tokens, dim=1)
+        logprobs = torch.stack(self.logprobs, dim=1)
+        are_finite = torch.stack(self._are_finite).expand_as(tokens)
+        # float64 has all of them exactly, so that one copy is enough
+        together = torch.stack([each.double() for each in (tokens, logprobs, are_finite)])
+        numbers, values, finite = together.cpu().numpy()
+        if not finite.all():
             raise RunFailure(
                 "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
             )
+        return numbers, values
 
 
 def positions(config: Any) -> int:

@@ -39,6 +39,10 @@ class Part:
             metrics: entries that are added, numbers or tensors of one number, are logged.
         """
 
+    def step_read(self, run: TrainingRun, outcome: StepOutcome) -> None:
+        """Called when the loss of a step is in `outcome.metrics`: on a GPU mostly after the next step
+        was queued, so that nothing waits for it. What a part changes there is logged."""
+
     def saved(self, run: TrainingRun, step: int) -> None:
         """Called when a checkpoint is complete, in the thread that writes: without collectives."""
 

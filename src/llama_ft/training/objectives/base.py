@@ -49,8 +49,10 @@ class LossSum:
     # float32 scalar with gradient; 0 with gradients of 0 for a micro-batch without samples
     loss: torch.Tensor
     count: int  # how many losses it is the sum of: loss tokens, or pairs
-    # Further sums by name, float32 scalars without gradient; `logged_means` of them are logged.
+    # Further sums by name, scalars without gradient; `logged_means` of them are logged.
     logged: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Further numbers, at least 0, of which the largest is logged. Every loss has the same names.
+    largest: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def detach(self) -> "LossSum":
         """Return it without gradient."""
@@ -59,16 +61,16 @@ class LossSum:
 
 def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
     """Return the means of what `LossSum.logged` sums: of `rewards/chosen` over the sum
-    `count/chosen` if there is one, else over `count`. A mean over nothing is left out, and so is
-    the margin between such means."""
+    `count/chosen` or `count/rewards` if there is one, else over `count`. A mean over nothing is left
+    out, and so is the margin between such means."""
     counts = dict[str, float]()
     for name, value in sums.items():
         if name.startswith("count/"):
             counts[name.removeprefix("count/")] = value
     means = dict[str, float]()
     for name, value in sums.items():
-        _, _, suffix = name.rpartition("/")  # "chosen" of "rewards/chosen"
-        divisor = counts.get(suffix, count)
+        group, _, suffix = name.rpartition("/")
+        divisor = counts.get(suffix, counts.get(group, count))
         if divisor and not name.startswith("count/"):
             means[name] = value / divisor
     if "chosen" in counts and {"rewards/chosen", "rewards/rejected"} <= means.keys():
@@ -182,7 +184,7 @@ def counted_once(result: LossSum, built: BuiltModel) -> LossSum:
     if sequence is None or sequence.rank == 0:
         return result
     logged = {name: torch.zeros_like(value) for name, value in result.logged.items()}
-    return LossSum(result.loss - result.loss.detach(), 0, logged)
+    return replace(result, loss=result.loss - result.loss.detach(), count=0, logged=logged)
 
 
 def with_router_loss(result: LossSum, balance: torch.Tensor | float, built: BuiltModel) -> LossSum:

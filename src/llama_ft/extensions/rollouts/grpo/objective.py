@@ -32,7 +32,7 @@ from llama_ft.extensions.rollouts.grpo.losses import (
     sampler_weights,
     token_weights,
 )
-from llama_ft.extensions.rollouts.grpo.mismatch import Mismatch
+from llama_ft.extensions.rollouts.grpo.mismatch import largest_weight, mismatch_sums
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters.lora import adapter_off
@@ -57,7 +57,6 @@ class Grpo(Objective):
 
     Attributes:
         rounds: has the round of each step; None in a plan.
-        mismatch: adds up the importance weights of a step.
     """
 
     measures_reward = True
@@ -76,7 +75,6 @@ class Grpo(Objective):
         )
         self.counts_tokens = COUNTS_TOKENS[self._loss_type]
         self.rounds: TrainingRounds | None = None
-        self.mismatch = Mismatch()
         self._has_warned = False
 
     @staticmethod
@@ -139,19 +137,17 @@ class Grpo(Objective):
             self._settings.importance_clip_max,
         )
         losses = losses * weights.weights
-        if self.rounds is not None:  # not in a plan
-            self.mismatch.add(old, sampler, weights)
-        logged = {"policy/clipped": clipped.float().sum()}
+        logged = {"policy/clipped": clipped.float().sum(), **mismatch_sums(old, sampler, weights)}
         if reference is not None:
             divergence = reference_divergence(new, reference, ratio)
             losses = losses + settings.beta * divergence
             logged["policy/reference_kl"] = divergence.detach().sum()
-        for name in [*logged]:
-            logged[f"count/{name.rpartition('/')[2]}"] = new.new_full((), len(new))
+        logged |= dict.fromkeys(("count/policy", "count/sampler"), new.new_full((), len(new)))
         longest = self._settings.max_completion_length
         factors = token_weights(tokens.lengths, self._loss_type, longest)[tokens.answers]
         count = computed.targets if self.counts_tokens else len(host.tokens.lengths)
-        return with_token_sums(LossSum((losses * factors).sum(), count, logged), computed, built)
+        result = LossSum((losses * factors).sum(), count, logged, largest_weight(weights))
+        return with_token_sums(result, computed, built)
 
     @torch.no_grad()
     def _reference(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor | None:

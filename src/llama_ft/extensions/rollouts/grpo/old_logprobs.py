@@ -64,7 +64,7 @@ class OldLogprobs:
         Raises:
             UserError: the file cannot be written.
         """
-        own = {name: values.cpu().clone() for name, values in self._own.items()}
+        own = _on_host(self._own)
         together = dict[str, torch.Tensor]()
         for part in ranks.gather(own):
             together |= part
@@ -87,6 +87,15 @@ class OldLogprobs:
         """
         files = [folder_of(place, number) / FILE for place in output_dirs]
         self.by_location = ranks.broadcast_from_rank0(lambda: _read(files))
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors [rows, tokens] on the host, with one copy from the device."""
+    if not tensors:
+        return {}
+    together = torch.cat([*tensors.values()], dim=1).cpu()
+    parts = together.split([values.shape[1] for values in tensors.values()], dim=1)
+    return {name: part.clone() for name, part in zip(tensors, parts, strict=True)}
 
 
 def _checksum_of(tensors: Mapping[str, torch.Tensor]) -> str:

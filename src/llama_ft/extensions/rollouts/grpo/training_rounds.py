@@ -23,6 +23,7 @@ from llama_ft.errors import UserError, plural
 from llama_ft.extensions.rollouts.flags import check_urls
 from llama_ft.extensions.rollouts.grpo.batches import RoundStep
 from llama_ft.extensions.rollouts.grpo.held_out import STEP, held_out_prompts, reward_sums
+from llama_ft.extensions.rollouts.grpo.mismatch import MismatchMetrics
 from llama_ft.extensions.rollouts.grpo.objective import Grpo
 from llama_ft.extensions.rollouts.grpo.old_logprobs import OldLogprobs
 from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
@@ -145,7 +146,7 @@ class TrainingRounds(Part):
         objective = inputs.objective
         assert isinstance(objective, Grpo)
         objective.rounds = self
-        self._mismatch = objective.mismatch
+        self._mismatch = MismatchMetrics()
 
     def opened(self, run: TrainingRun) -> None:
         """Find the rounds on disk, and verify those that will be trained on."""
@@ -260,10 +261,6 @@ class TrainingRounds(Part):
 
         return on_rank0(self._ranks, score)
 
-    def numbers(self, run: TrainingRun) -> dict[str, float]:
-        """Return the sums over this rank's importance weights."""
-        return self._mismatch.take()
-
     def after_step(self, run: TrainingRun, outcome: StepOutcome, metrics: dict[str, Any]) -> None:
         """Log the numbers of the round."""
         step = outcome.step
@@ -273,12 +270,15 @@ class TrainingRounds(Part):
             self.old.share(self._directory, self._number_of(step), self._ranks)
         if isinstance(outcome.batches, RoundStep):
             metrics.update(outcome.batches.metrics)
-            metrics.update(self._mismatch.metrics(outcome.numbers, outcome.step))
             metrics[SECONDS] = self._seconds
         limit = self._settings.max_generated_tokens
         is_last_of_round = self._is_first_of_round(step + 1)
         if limit and self._generated_tokens >= limit and is_last_of_round:
             outcome.end_early(f"max_generated_tokens {limit:,} is reached")
+
+    def step_read(self, run: TrainingRun, outcome: StepOutcome) -> None:
+        """Log the numbers of the importance weights."""
+        self._mismatch.complete(outcome.metrics, outcome.step)
 
     def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
         """End the processes of the rewards, and delete the adapter of the servers."""
