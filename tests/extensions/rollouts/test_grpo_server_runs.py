@@ -251,6 +251,26 @@ def test_a_signal_while_a_server_answers_keeps_its_answers(job: ServedJob, tmp_p
     assert job.content("signalled") == job.content("whole")
 
 
+@pytest.mark.slow
+def test_a_server_that_loses_adapters_ends_the_run_which_resumes(job: ServedJob) -> None:
+    server = job.servers[0]
+
+    def lose(request: dict[str, Any]) -> None:
+        if "lost-policy-000003" in request["model"]:
+            server.adapters.clear()
+
+    server.before_answer = lose
+    ended = forked(RECIPE, *job.flags("lost"))
+    server.before_answer = lambda request: None
+    assert ended.exit_code == 2, ended.output
+    assert "has lost the adapter lost-policy-000003-" in ended.output
+    assert "the same command with --resume auto continues" in ended.output
+    assert "Traceback" not in ended.output
+    resumed = forked(RECIPE, *job.flags("lost", resume="auto"))
+    assert resumed.exit_code == 0, resumed.output
+    assert job.content("lost") == job.content("whole")
+
+
 def test_a_server_of_the_base_model_is_found_in_the_first_round(job: ServedJob) -> None:
     job.servers[1].fault = "ignores"
     finished = forked(RECIPE, *job.flags("base", server=job.urls[1]))

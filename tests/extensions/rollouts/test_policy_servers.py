@@ -253,6 +253,28 @@ def test_a_server_that_was_restarted_gets_the_adapter_again(
             assert answer.token_ids.tolist() == other.token_ids.tolist()
 
 
+def test_a_server_that_loses_adapters_is_named_with_what_continues_the_run(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    server = LoraServer(trainer.model)
+    trainer.train(0.2)
+    with trainer.connected(tmp_path, server) as policy:
+        first = policy.publish(trainer.scorer, SAMPLING, trainer.facts(1, "a"))
+        (tmp_path / "rollouts" / "000001").mkdir()  # a round
+        server.before_answer = lambda request: server.adapters.clear()  # at each one
+        with pytest.raises(UserError) as sampling:
+            policy.sample(trainer.scorer, SAMPLING, PROMPTS, step=1)
+        with pytest.raises(UserError) as probing:
+            policy.publish(trainer.scorer, SAMPLING, trainer.facts(2, "b"))
+        [url] = policy.urls
+    names = [first.name, server.loaded[-1]]
+    for error, name in zip((sampling, probing), names, strict=True):
+        [message] = error.value.messages
+        assert message.startswith(f"--server {url}: has lost the adapter {name}: the server was")
+        assert message.endswith("the same command with --resume auto continues.")
+    assert "policy-000002" in names[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

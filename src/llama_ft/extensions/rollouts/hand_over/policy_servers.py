@@ -17,7 +17,8 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from llama_ft.extensions.rollouts.rounds import (
     Prompt,
     Round,
     RoundFacts,
+    list_rounds,
     rollouts_of,
     sha256_of,
     write_unscored,
@@ -63,6 +65,11 @@ POLICY_FILE = "policy.json"
 PROBE_ANSWERS = 8
 PROBE_TOKENS = 32  # of an answer, at most
 DIGITS = 8  # of a checksum, in names
+WAY_OUT = "The rounds so far are on disk. Once this is repaired, the same command with --resume auto continues."
+
+
+class LostAdapter(UserError):
+    """A server had an adapter and does not list it any more."""
 
 
 class Published(NamedTuple):
@@ -175,7 +182,7 @@ class PolicyServers:
                 write_unscored(self._directory, Round(facts, prompts, answers))
             return answers is not None
 
-        self._ahead = BackgroundTask(self._ranks, sample)
+        self._ahead = self._start(sample)
 
     def finish(self) -> None:
         """Wait for the answers of `begin`, which are then on disk, unless a server has lost the
@@ -200,17 +207,34 @@ class PolicyServers:
             SamplingStopped: a signal has asked to stop.
         """
         ask = partial(self._ask_or_miss, sampling, prompts, step, begun)
-        answers = self._result_of(BackgroundTask(self._ranks, ask), begun)
+        answers = self._result_of(self._start(ask), begun)
         if answers is None:
             self._send_again(scorer, sampling)
             again = partial(self._ask, sampling, prompts, step, begun)
-            answers = self._result_of(BackgroundTask(self._ranks, again), begun)
+            answers = self._result_of(self._start(again), begun)
         return answers
+
+    def _start(self, ask: Callable[[], T]) -> BackgroundTask[T]:
+        """Begin a function that asks servers, on rank 0. Its errors say how the run continues."""
+
+        def ask_or_advise() -> T:
+            try:
+                return ask()
+            except UserError as error:
+                raise self._advised(*error.messages) from error
+
+        return BackgroundTask(self._ranks, ask_or_advise)
+
+    def _advised(self, *messages: str) -> UserError:
+        """Return an error that says how the run continues, if it has rounds."""
+        *others, last = messages
+        has_rounds = bool(list_rounds(self._directory))
+        return UserError(*others, f"{last}\n{WAY_OUT}" if has_rounds else last)
 
     def _wait_for(self, ask: Callable[[], T]) -> T:
         """Return what a function returns that asks servers, on rank 0. Raises Stopped at a signal,
         which does not wait for the servers."""
-        return BackgroundTask(self._ranks, ask).result()
+        return self._start(ask).result()
 
     def _result_of(self, task: BackgroundTask[T], begun: Sequence[list[Answer]]) -> T:
         """Return what a task of `_ask` returns. `begun`: the answers that it was given."""
@@ -317,7 +341,9 @@ class PolicyServers:
             self._delete(published)
             if all(has_clear_effect(numbers) for numbers in probed.values()):
                 break
-        _raise_problems({url: judge_canary(probed[url], scorer.quantization) for url in probed})
+        self._raise_problems(
+            {url: judge_canary(probed[url], scorer.quantization) for url in probed}
+        )
         log.info(f"{', '.join(probed)}: a probe proves that adapters are applied.")
 
     def _check_version(self, scorer: Scorer, sampling: Sampling) -> None:
@@ -330,7 +356,13 @@ class PolicyServers:
             problems = {url: judge_version(probed[url], scorer.quantization) for url in probed}
             if not any(problems.values()):
                 break
-        _raise_problems(problems)
+        self._raise_problems(problems)
+
+    def _raise_problems(self, problems: dict[str, str]) -> None:
+        """Raise a UserError with what is wrong with each server, if something is."""
+        messages = [f"--server {url}: {problem}" for url, problem in problems.items() if problem]
+        if messages:
+            raise self._advised(*messages)
 
     def _probe(
         self, scorer: Scorer, sampling: Sampling, published: Published
@@ -351,9 +383,9 @@ class PolicyServers:
         answers = {}
         for server in self._servers:
             sampler = self._sampler([server.url], how, published)
-            groups = sampler.sample(
-                self._prompts, step=0
-            )  # rounds have other numbers, so other seeds
+            with self._losses_named():
+                # rounds have other numbers, so other seeds
+                groups = sampler.sample(self._prompts, step=0)
             answers[server.url] = [
                 ProbeAnswer(prompt, answer)
                 for prompt, group in zip(self._prompts, groups, strict=True)
@@ -369,12 +401,9 @@ class PolicyServers:
         begun: Sequence[list[Answer]] = (),
     ) -> list[list[Answer]] | None:
         """Return the answers to each prompt; None if a server has lost the adapter."""
-        assert self._current is not None
         try:
             return self._ask(sampling, prompts, step, begun)
-        except UserError:
-            if all(server.has(self._current.name) for server in self._servers):
-                raise
+        except LostAdapter:
             return None
 
     def _ask(
@@ -385,8 +414,28 @@ class PolicyServers:
         begun: Sequence[list[Answer]],
     ) -> list[list[Answer]]:
         assert self._current is not None
-        self._round_sampler = self._sampler(self.urls, sampling, self._current)
-        return self._round_sampler.sample(prompts, step, begun)
+        with self._losses_named():
+            self._round_sampler = self._sampler(self.urls, sampling, self._current)
+            return self._round_sampler.sample(prompts, step, begun)
+
+    @contextmanager
+    def _losses_named(self) -> Iterator[None]:
+        """Raise LostAdapter for an error in the block if a server has lost the adapter."""
+        try:
+            yield
+        except UserError as error:
+            assert self._current is not None
+            name = self._current.name
+            lost = [server.url for server in self._servers if not server.has(name)]
+            if not lost:
+                raise
+            raise LostAdapter(
+                *[
+                    f"--server {url}: has lost the adapter {name}: the server was restarted, or another "
+                    "program has unloaded it."
+                    for url in lost
+                ]
+            ) from error
 
     def _sampler(self, urls: list[str], sampling: Sampling, published: Published) -> ServerSampler:
         at_once = self._settings.server_requests
@@ -435,10 +484,3 @@ def _read_checksum(folder: Path) -> str:
             raise ValueError(f"the checksum of {name} differs")
     checksum: str = content["checksum"]
     return checksum
-
-
-def _raise_problems(problems: dict[str, str]) -> None:
-    """Raise a UserError with what is wrong with each server, if something is."""
-    messages = [f"--server {url}: {problem}" for url, problem in problems.items() if problem]
-    if messages:
-        raise UserError(*messages)
