@@ -63,6 +63,17 @@ def test_samples_become_tokens_labels_counts_and_locations(
     assert data.summary[2].split() == ["training", "3", "45", "6", "15", "0", "0"]
 
 
+def test_no_token_of_a_prompt_is_counted_as_in_the_loss(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "my.jsonl", [{"prompt": f"Hi {number}"} for number in range(3)])
+    for _ in range(2):  # the second time from the cache
+        data = prepared(path, llama3, tmp_path / "cache", dataset_format="prompts")
+        assert data.summary[1].split() == "samples tokens longest truncated skipped".split()
+        assert data.summary[2].split()[:2] == ["training", "3"]
+        assert data.report.train.target_tokens == 0
+
+
 def test_the_first_bad_samples_are_reported_together(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

@@ -37,6 +37,13 @@ def test_the_next_commands_are_those_of_the_command_that_was_used(
     assert ("llama-ft" in said) == ("llama-ft" in script)
 
 
+@pytest.mark.parametrize(("objective", "is_named"), [("sft", True), ("grpo", False)])
+def test_an_evaluation_is_named_if_samples_have_responses(objective: str, is_named: bool) -> None:
+    config, _ = load(["--model_name", "demo", "--objective", objective], paths=False)
+    said = summary(config, Path("out/a"), Path("recipes"), OUTCOME)
+    assert ("Evaluate it: " in said) == is_named
+
+
 def test_the_newest_run_is_not_named_in_the_commands_that_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

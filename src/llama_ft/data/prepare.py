@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig, as_fraction
 from llama_ft.config.home import expanded
-from llama_ft.config.objectives import DEFAULT_OBJECTIVE, UNPAIRED, objectives_text
+from llama_ft.config.objectives import DEFAULT_OBJECTIVE, PROMPTS, UNPAIRED, objectives_text
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.chat.chat_template import ensure_chat_template, missing_end
 from llama_ft.data.media import Media, MediaModel, media_reader
@@ -192,8 +192,7 @@ def prepare(
     summary = first_look.summary
     if config.validation_output and verify_cache:  # on each node, which may have its own disk
         summary.append(_write_held_out(tokenization, folder))
-    if not request.want_validation:
-        report = replace(report, validation=None)
+    report = _report_of(report, config, request)
     for split in filter(None, (report.train, report.validation)):
         check_ids(split.largest_id, source.name, tokenizer, request.vocabulary_size)
     # All sets have media, or none, so that their tables have the same columns.
@@ -261,6 +260,17 @@ def _write_held_out(tokenization: Tokenization, folder: Path) -> str:
     numbers = set(numpy.load(folder / HELD_OUT).tolist())
     file = expanded(config.validation_output)
     return write_held_out(tokenization.source, config, tokenization.encoder, numbers, file)
+
+
+def _report_of(report: BuildReport, config: DataConfig, request: DataRequest) -> BuildReport:
+    """Return the report of the splits that are wanted. No token of a prompt counts as in the loss: what
+    stands for its answer is never trained on."""
+    if not request.want_validation:
+        report = replace(report, validation=None)
+    for split in filter(None, (report.train, report.validation)):
+        if config.dataset_format == PROMPTS:
+            split.target_tokens = 0
+    return report
 
 
 def _with_chat(report: BuildReport, named: dict[str, TokenizedData]) -> BuildReport:

@@ -84,7 +84,8 @@ def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> st
         )
     else:
         lines.append(f"Chat with it: {command('inference.py', *named)}")
-        if outcome.has_validation:
+        # of generated answers the run itself has measured the rewards
+        if outcome.has_validation and config.preference.entry.make_steps is None:
             lines.append(f"Evaluate it: {command('evaluate.py', *named, '--base')}")
     exported = f"{run}-exported"
     if is_adapter:

@@ -241,12 +241,15 @@ def describe(
     if not with_training:
         del splits["training"]
     width = max(10, *(len(name) + 1 for name in splits))
-    header = " " * width + "".join(f"{title:>13}" for title in COLUMNS.values())
+    columns = dict(COLUMNS)
+    if not any(split.target_tokens for split in splits.values() if split is not None):
+        del columns["target_tokens"]  # of prompts, whose answers will be in the loss
+    header = " " * width + "".join(f"{title:>13}" for title in columns.values())
     lines = []
     for name, split in splits.items():
         # the statistics of streamed samples are not known in advance
         if split is not None and split.samples:
-            counts = [f"{getattr(split, column):13,}" for column in COLUMNS]
+            counts = [f"{getattr(split, column):13,}" for column in columns]
             lines.append(f"{name:{width}}" + "".join(counts))
     if with_training and report.train.desirable:
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
