@@ -57,6 +57,7 @@ from llama_ft.errors import UserError
         "--validation a.jsonl --best_by eval/rewards/margins",
         "--objective dpo --score exact",
         "--objective distill --dataset alpaca",
+        "--objective grpo --num_generations 100001",
         "--objective grpo --loss_type nll",
         "--objective grpo --loss_type dft",
         "--loss_type dapo",

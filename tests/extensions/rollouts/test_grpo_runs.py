@@ -541,6 +541,13 @@ def test_settings_that_do_not_fit_are_user_errors(job: Job) -> None:
     assert (
         "--max_completion_length 257: a prompt and its answer have 256 positions" in finished.output
     )
+    prompts = [{"prompt": "How many? " * count} for count in (1, 80)]
+    long = write_jsonl(job.folder / "long.jsonl", prompts)
+    finished = forked(RECIPE, *job.flags("bad", validation=long))
+    assert finished.exit_code == 2, finished.output
+    assert "--validation: 1 bad sample." in finished.output
+    assert f"{long}:2: the prompt has" in finished.output
+    assert "error: --dataset" not in finished.output
     assert not (job.folder / "bad").exists()
 
 

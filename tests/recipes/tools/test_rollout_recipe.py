@@ -211,9 +211,21 @@ def test_a_server_answers_once_also_if_the_rewards_fail_at_first(job: Job) -> No
     assert seeds == [answer.seed for one in own for group in one.answers for answer in group]
 
 
+def test_an_error_in_the_data_leaves_nothing(job: Job, tmp_path: Path) -> None:
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "How many?"}, {"other": 1}])
+    output = tmp_path / "new" / "output"
+    flags = ["--dataset", str(bad), "--output_dir", str(output), "--device", "cpu"]
+    finished = forked(ROLLOUT, str(job.model), *flags)
+    assert finished.exit_code == 2, finished.output
+    assert f"{bad}:2: expected a column" in finished.output
+    assert "--dataset: 1 bad sample." in finished.output
+    assert not output.parent.exists()
+
+
 def test_flags_that_do_not_fit_are_one_message_each(tmp_path: Path, tiny_model: Path) -> None:
     flags = ["--server", "localhost:8000", "--device", "cpu", "--temperature", "0"]
     flags += ["--score_again", "--reward_timeout", "5", "--pass_threshold", "2"]
+    flags += ["--num_generations", "100001"]
     finished = forked(ROLLOUT, str(tiny_model), *flags)
     assert finished.exit_code == 2
     for message in (
@@ -224,6 +236,7 @@ def test_flags_that_do_not_fit_are_one_message_each(tmp_path: Path, tiny_model: 
         "--score_again: needs --reward.",
         "--reward_timeout: needs --reward.",
         "--pass_threshold: needs --reward.",
+        "--num_generations 100001: must be at most 100000.",
         "--temperature",
     ):
         assert finished.output.count(message) == 1, finished.output

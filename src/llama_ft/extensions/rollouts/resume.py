@@ -5,7 +5,7 @@ import fcntl
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +35,10 @@ SCORE_AGAIN = "If only the rewards differ, --score_again scores its answers agai
 
 @contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Keep other processes from writing rounds into a directory. Raises UserError if one does."""
+    """Keep other processes from writing rounds into a directory, and remove it afterwards if it
+    is new and empty. Raises UserError if one does."""
     folder = rollouts_of(output_dir)
+    new_directories = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("w")
@@ -51,7 +53,14 @@ def locked(output_dir: Path) -> Iterator[None]:
             ) from None
         except OSError:  # the file system has no locks
             pass
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it has rounds
+                if [path.name for path in folder.iterdir()] == [LOCK]:
+                    (folder / LOCK).unlink()
+                for path in new_directories:
+                    path.rmdir()
 
 
 class RoundsOnDisk(NamedTuple):
