@@ -34,7 +34,8 @@ PATTERNS = (
     "checksums.txt",  # of a checkpoint; it has the checksums of the weights
 )
 HUB_CHECKSUM_LENGTH = 64  # hex digits: the Hub's cache names large files by their SHA-256
-BLOCK_BYTES = 64 * 2**20  # of weights that are copied from the device at once
+# Of weights that are copied from a device at once. On the CPU nothing is copied.
+BLOCK_BYTES = {"cuda": 64 * 2**20, "cpu": 0}
 
 
 class PolicyFiles(NamedTuple):
@@ -80,22 +81,23 @@ def trained_checksum(built: BuiltModel, ranks: Ranks, base: str = "") -> str:
     """Return the checksum of the trained weights and of a base model, on rank 0. All ranks call it:
     sharded weights are gathered one after another. The host waits for the device once per block."""
     digest = hashlib.sha256(base.encode())
-    for block in _blocks(built):
+    for block in _blocks(built, BLOCK_BYTES[ranks.device.type]):
         for name, value in _on_host(block, ranks).items():
             digest.update(name.encode())
             digest.update(value.numpy().data)
     return digest.hexdigest()
 
 
-def _blocks(built: BuiltModel) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the trained parameters by name, in blocks of at most BLOCK_BYTES. A larger one is alone."""
+def _blocks(built: BuiltModel, most_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the trained parameters by name, in blocks of at most so many bytes. A larger parameter is
+    alone."""
     block = dict[str, torch.Tensor]()
     size = 0
     for name, parameter in built.model.named_parameters():
         if not parameter.requires_grad:
             continue
         own = parameter.numel() * parameter.element_size()
-        if block and size + own > BLOCK_BYTES:
+        if block and size + own > most_bytes:
             yield block
             block = {}
             size = 0
