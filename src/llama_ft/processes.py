@@ -15,6 +15,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
@@ -58,26 +59,33 @@ class _Parent:
 PARENT = _Parent()
 
 
-_exit_codes = list[int]()  # none until the script has ended well
+_scripts_that_ended = list[tuple[dict[str, Any], int]]()  # their globals and exit codes
+# of coverage or a profiler, which run the script: such functions run last
+_HAS_EARLIER_FUNCTIONS = atexit._ncallbacks() > 0
 
 
 def end_quickly(exit_code: int = 0) -> None:
     """Let this process end without Python's destruction of all modules, which takes 1.2 s after imports of
     torch and Transformers; the kernel frees the same memory at once. Call it last in a script: threads
     are waited for, and functions registered with `atexit` run, as always. A process that has used a
-    GPU ends as always, since profilers of CUDA may write their last events then."""
+    GPU ends as always, since profilers of CUDA may write their last events then. So does one whose
+    functions at exit were registered before this module was imported, or whose main program has run
+    the script as a part of its own."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        _exit_codes.append(exit_code)
+    if not _HAS_EARLIER_FUNCTIONS and (torch is None or not torch.cuda.is_initialized()):
+        _scripts_that_ended.append((sys._getframe(1).f_globals, exit_code))
 
 
 @atexit.register  # before libraries do that: such functions run in reverse order
 def _end_quickly() -> None:
-    if _exit_codes:
-        with suppress(OSError):  # which Python's own end reports
+    for script, exit_code in _scripts_that_ended:
+        if script is not vars(sys.modules["__main__"]):
+            continue
+        # Python's own end reports what cannot be written. A closed stream is None, or has no flush.
+        with suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(_exit_codes[-1])
+            os._exit(exit_code)
 
 
 CONSOLE_SCRIPT = "llama-ft"

@@ -140,3 +140,33 @@ def test_output_that_cannot_be_written_still_fails_a_process_that_ends_quickly()
     )
     os.close(write_end)
     assert finished.returncode == 120 and b"BrokenPipeError" in finished.stderr  # Python's own end
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "2>&-"])
+def test_a_process_whose_output_is_closed_ends_quickly_without_a_message(closed: str) -> None:
+    script = "from llama_ft.processes import end_quickly; print('line'); end_quickly()"
+    finished = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0 and not finished.stderr
+    assert finished.stdout == ("line\n" if closed == "2>&-" else "")
+
+
+def test_functions_at_exit_that_were_registered_before_the_script_run_too() -> None:
+    """Coverage and profilers register theirs, then run a script."""
+    script = f"import atexit; atexit.register(print, 'earlier')\n{END}"
+    finished = subprocess.run(
+        [sys.executable, "-c", script, "0"], capture_output=True, text=True, timeout=60
+    )
+    assert finished.stdout.split()[:4] == ["script", "thread", "registered", "earlier"]
+
+
+def test_a_program_that_has_run_a_script_has_its_own_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from llama_ft.processes import end_quickly\nend_quickly()\n")
+    program = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__'); sys.exit(3)"
+    finished = subprocess.run([sys.executable, "-c", program, str(script)], timeout=60)
+    assert finished.returncode == 3
