@@ -170,3 +170,17 @@ def test_a_program_that_has_run_a_script_has_its_own_exit_code(tmp_path: Path) -
     program = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__'); sys.exit(3)"
     finished = subprocess.run([sys.executable, "-c", program, str(script)], timeout=60)
     assert finished.returncode == 3
+
+
+def test_files_that_a_script_has_not_closed_are_written(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from llama_ft.processes import end_quickly\n"
+        "text = Path(sys.argv[1]).open('w'); text.write('line')\n"
+        "binary = Path(sys.argv[2]).open('wb'); binary.write(b'bytes')\n"
+        "closed = Path(sys.argv[1]).open(); closed.close()\n"
+        "end_quickly()"
+    )
+    files = [tmp_path / "text", tmp_path / "binary"]
+    finished = subprocess.run([sys.executable, "-c", script, *map(str, files)], timeout=60)
+    assert finished.returncode == 0
+    assert [file.read_text() for file in files] == ["line", "bytes"]
