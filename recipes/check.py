@@ -27,7 +27,6 @@ from llama_ft.extensions.check.disk import try_disk  # noqa: E402
 from llama_ft.extensions.check.machine import measure_rank  # noqa: E402
 from llama_ft.extensions.check.network import measure_network  # noqa: E402
 from llama_ft.extensions.check.result import CheckResult  # noqa: E402
-from llama_ft.processes import end_quickly  # noqa: E402
 from llama_ft.runtime import log  # noqa: E402
 
 
@@ -51,4 +50,3 @@ def main(options: CheckFlags) -> None:
 
 if __name__ == "__main__":
     main(OPTIONS)
-    end_quickly()

@@ -39,7 +39,7 @@ from llama_ft.evaluation.measure import (  # noqa: E402
 from llama_ft.evaluation.results import Evaluated, describe, write_json  # noqa: E402
 from llama_ft.inference.load import FineTuned, open_model  # noqa: E402
 from llama_ft.models.architecture.text_part import names_score  # noqa: E402
-from llama_ft.processes import end_quickly, replace_text  # noqa: E402
+from llama_ft.processes import replace_text  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
 
 TASK_SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "batch_size")
@@ -148,4 +148,3 @@ def evaluate(
 
 if __name__ == "__main__":
     main(EVALUATION)
-    end_quickly()

@@ -25,7 +25,6 @@ from huggingface_hub.errors import HTTPError  # noqa: E402
 
 from llama_ft import checkpoint, door, models  # noqa: E402
 from llama_ft.export import Exporter, copy_adapter, find_valid, save_dtype  # noqa: E402
-from llama_ft.processes import end_quickly  # noqa: E402
 from llama_ft.runtime import configure_console, log  # noqa: E402
 
 ATTEMPTS = 3  # to read the newest checkpoint of a run that deletes older ones
@@ -117,7 +116,6 @@ if __name__ == "__main__":
     with exit_on_error():
         try:
             main(OPTIONS)
-            end_quickly()
         except KeyboardInterrupt:
             print(f"stopped by Ctrl-C; nothing was written to {OPTIONS.out}", file=sys.stderr)
             sys.exit(130)

@@ -28,7 +28,6 @@ from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.export import export_adapter, export_model, write_model_card  # noqa: E402
 from llama_ft.phases import PhaseMonitor  # noqa: E402
 from llama_ft.plan.types import Recipe  # noqa: E402
-from llama_ft.processes import end_quickly  # noqa: E402
 from llama_ft.run import (  # noqa: E402
     TrainingRun,
     find_model,
@@ -278,4 +277,3 @@ def export(run: TrainingRun, built: models.BuiltModel, tokenizer: PreTrainedToke
 
 if __name__ == "__main__":
     fire.Fire(main)
-    end_quickly()

@@ -43,7 +43,6 @@ from llama_ft.inference.prompts import (  # noqa: E402
     read_prompts,
     score_prompts,
 )
-from llama_ft.processes import end_quickly  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
 
 SECONDS_TO_WAIT = 7 * 24 * 3600.0  # between two messages of a conversation, ranks wait for the user
@@ -110,4 +109,3 @@ def answer_one(prompt: str | Messages, answerer: Answerer, ranks: Ranks) -> int:
 
 if __name__ == "__main__":
     main(OPTIONS)
-    end_quickly()

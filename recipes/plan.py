@@ -32,7 +32,6 @@ from llama_ft.data.media import media_reader  # noqa: E402
 from llama_ft.plan.free_memory import free_bytes  # noqa: E402
 from llama_ft.plan.preflight import resolve_checkpointing  # noqa: E402
 from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
-from llama_ft.processes import end_quickly  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
 with exit_on_error():  # an import fails if torch has changed
@@ -123,9 +122,7 @@ if __name__ == "__main__":
     configure_console(rank=1 if OPTIONS.json else 0)
     with exit_on_error():
         try:
-            exit_code = main(CONFIG, OPTIONS)
-            end_quickly(exit_code)
-            sys.exit(exit_code)
+            sys.exit(main(CONFIG, OPTIONS))
         except KeyboardInterrupt:
             print("stopped by Ctrl-C", file=sys.stderr)
             sys.exit(130)

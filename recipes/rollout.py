@@ -57,7 +57,6 @@ from llama_ft.extensions.rollouts.sampling import OwnSampler, Sampler, Sampling 
 from llama_ft.extensions.rollouts.servers import ServerRequests, ServerSampler  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
 from llama_ft.models.quantization.layers import quantization_name  # noqa: E402
-from llama_ft.processes import end_quickly  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
 
 SECONDS_TO_WAIT = 24 * 3600.0  # ranks wait while rank 0 computes rewards
@@ -197,4 +196,3 @@ def totals_of(output_dir: Path) -> list[list[float | None]]:
 
 if __name__ == "__main__":
     main(FLAGS)
-    end_quickly()

@@ -4,6 +4,7 @@ After `pip install -e .` they run the repository's own recipes/*.py, which users
 install has a copy inside the package. Nothing slow is imported here.
 """
 
+import logging
 import sys
 from argparse import ArgumentParser
 from difflib import get_close_matches
@@ -97,8 +98,6 @@ def _launch(verb: str, flags: list[str]) -> None:
         sys.exit(2)
     if verb == "train":
         _exit_on_wrong_settings(flags)
-
-    import logging
 
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException

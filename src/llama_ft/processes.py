@@ -8,15 +8,14 @@ import atexit
 import ctypes
 import errno
 import fcntl
+import gc
 import os
 import re
 import shlex
 import signal
-import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
@@ -60,48 +59,15 @@ class _Parent:
 PARENT = _Parent()
 
 
-_scripts_that_ended = list[tuple[dict[str, Any], int]]()  # their globals and exit codes
-
-
-def _written_files() -> set[str]:
-    """Return the descriptors of files that are open for writing."""
-    written = set[str]()
-    with suppress(OSError):  # not Linux
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # that of the listing itself
-                access = fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE
-                if access != os.O_RDONLY and stat.S_ISREG(os.fstat(int(name)).st_mode):
-                    written.add(name)
-    return written
-
-
-_FILES_BEFORE = _written_files()
-# of coverage or a profiler, which run the script: such functions run last
-_HAS_EARLIER_FUNCTIONS = atexit._ncallbacks() > 0
-
-
-def end_quickly(exit_code: int = 0) -> None:
-    """Let this process end without Python's destruction of all modules, which takes 1.2 s after imports of
-    torch and Transformers; the kernel frees the same memory at once. Call it last in a script: threads
-    are waited for, and functions registered with `atexit` run, as always. A process that has used a
-    GPU ends as always, since profilers of CUDA may write their last events then. So does one whose
-    functions at exit were registered before this module was imported, whose main program has run the
-    script as a part of its own, or whose user has not closed a file, since Python writes its rest then."""
-    torch = sys.modules.get("torch")
-    if not _HAS_EARLIER_FUNCTIONS and (torch is None or not torch.cuda.is_initialized()):
-        _scripts_that_ended.append((sys._getframe(1).f_globals, exit_code))
-
-
 @atexit.register  # before libraries do that: such functions run in reverse order
-def _end_quickly() -> None:
-    for script, exit_code in _scripts_that_ended:
-        if script is not vars(sys.modules["__main__"]) or _written_files() - _FILES_BEFORE:
-            continue
-        # Python's own end reports what cannot be written. A closed stream is None, or has no flush.
-        with suppress(OSError, ValueError, AttributeError):
-            sys.stdout.flush()
+def _end_without_report_of_leaks() -> None:
+    """Python does not collect frozen objects at its end (runtime.configure_console). Triton's binding
+    reports its own ones as leaks, on stderr, after all else."""
+    if gc.get_freeze_count() > 0:
+        with suppress(Exception), open(os.devnull, "w") as nowhere:
+            sys.stdout.flush()  # if that fails, Python says so
             sys.stderr.flush()
-            os._exit(exit_code)
+            os.dup2(nowhere.fileno(), 2)
 
 
 CONSOLE_SCRIPT = "llama-ft"
