@@ -44,8 +44,9 @@ TOKENS = {
     "extensions/report": 11_100,  # llama-ft watch, the first rows of a report, corrupted files
     # rounds, samplers, servers, also ahead, rewards, conversions, GRPO, its plan; signals while servers
     # are probed or rewards computed, micro-batches by tokens, corrected rewards; copies from the device
-    # for which the host waits once, and ends of answers for which it does not wait; lost adapters
-    "extensions/rollouts": 31_250,
+    # for which the host waits once, and ends of answers for which it does not wait; lost adapters;
+    # settings of older runs that have no effect
+    "extensions/rollouts": 31_280,
     "extensions/scores": 2200,
     "extensions/serving": 17_700,  # rules of edited adapters and of quantized bases, probes that ranks share
     "extensions/store": 11_000,  # also what checkpoints share, of which only what has changed is looked at

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import statistics
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from llama_ft.config import Config
+from llama_ft.extensions.rollouts.grpo.settings import GrpoConfig
+from llama_ft.extensions.rollouts.grpo.training_rounds import changed_settings
 from llama_ft.extensions.rollouts.rounds import (
     Answer,
     Round,
@@ -313,6 +317,16 @@ def test_later_steps_on_a_round_are_clipped(job: Job) -> None:
     first, second = series(job.folder / "twice-2", "train/policy/clipped")
     assert first == 0
     assert 0 < second < 1
+
+
+def test_limits_without_effect_may_differ_in_a_resumed_run() -> None:
+    """Older versions accepted them with one step per round. Now they are an error."""
+    settings = Config().section(GrpoConfig)
+    earlier = {**asdict(settings), "epsilon": 0.1, "epsilon_high": 0.28}
+    assert not changed_settings(settings, earlier)
+    twice = replace(settings, num_iterations=2)
+    messages = changed_settings(twice, {**earlier, "num_iterations": 2})
+    assert [message.split(":")[0] for message in messages] == ["--epsilon", "--epsilon_high"]
 
 
 def test_a_run_ends_after_the_step_that_reaches_the_limit_of_tokens(job: Job) -> None:

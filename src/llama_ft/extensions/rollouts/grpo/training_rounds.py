@@ -508,10 +508,12 @@ def changes_base(config: Config) -> bool:
 
 
 def changed_settings(settings: GrpoConfig, earlier: dict[str, Any]) -> list[str]:
-    """Return what differs from the resumed run, as messages. Limits of processes may."""
+    """Return what differs from the resumed run, as messages. Limits of processes may, and so may what
+    has no effect, which older versions accepted and which is an error now."""
     lines = []
     for name, value in asdict(settings).items():
         before = earlier.get(name, value)
-        if name not in MAY_DIFFER and before != value:
+        has_effect = settings.num_iterations > 1 or not name.startswith("epsilon")
+        if has_effect and name not in MAY_DIFFER and before != value:
             lines.append(f"--{name}: is {value}, and {before} in the resumed run. Set it to that.")
     return lines
