@@ -65,8 +65,9 @@ def _end_without_report_of_leaks() -> None:
     reports its own ones as leaks, on stderr, after all else."""
     if gc.get_freeze_count() > 0:
         with suppress(Exception), open(os.devnull, "w") as nowhere:
-            sys.stdout.flush()  # if that fails, Python says so
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # which a closed one is
+                    stream.flush()  # if that fails, Python says so
             os.dup2(nowhere.fileno(), 2)
 
 

@@ -108,7 +108,7 @@ atexit.register(at_exit)
 if len(sys.argv) > 1:
     left_open = open(sys.argv[1], "w")
     left_open.write("line")
-sys.stdout.write("script ")
+print("script")
 """
 
 
@@ -135,3 +135,9 @@ def test_output_that_cannot_be_written_fails_a_process_at_its_end() -> None:
     )
     os.close(write_end)
     assert finished.returncode == 120 and b"BrokenPipeError" in finished.stderr
+
+
+def test_a_process_with_a_closed_stdout_ends_without_reports_of_leaks() -> None:
+    command = ["bash", "-c", '"$0" -c "$1" >&-', sys.executable, END]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0 and finished.stderr == "to stderr\n"
